@@ -1,0 +1,238 @@
+"""Every knob, its default and what it means.
+
+A recipe starts from here and changes what it needs:
+
+    from configs import base
+
+    def get_config():
+        config = base.get_config()
+        config.model.path = "HuggingFaceTB/SmolLM2-135M-Instruct"
+        config.data.train = ("train.jsonl",)
+        return config
+
+On the command line: `--config configs/recipe.py --config.actor.clip_ratio=0.1`. A tuple is written as Python writes it,
+`--config.rollout.stop='("###", "\\n\\n")'`; a single string may stand alone. Everything is checked once, before a model
+is loaded (`jaxrl_llm/config.py` holds the types and ranges, `config_rules.py` the rules between keys). Names are verl's
+where verl has one.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ml_collections import ConfigDict
+
+
+def get_config() -> Any:
+    """An ml_collections.ConfigDict. (To a type checker Any: the attributes of a ConfigDict are dynamic.)"""
+    # type_safe=False: a recipe may assign anything here; jaxrl_llm.config checks types, and reports all errors at once.
+    return ConfigDict(
+        {
+            "seed": 0,  # of data order, sampling and fresh parameters
+            "model": _model(),
+            "rollout": _rollout(),
+            "data": _data(),
+            "reward": _reward(),
+            "algorithm": _algorithm(),
+            "actor": _actor(),
+            "critic": _critic(),
+            "reference": {"path": ""},  # folder or hub id of the KL reference; "": the actor as it was at the start
+            "optimizer": optimizer(lr=1e-6),  # of the policy; the critic has its own, `critic.optimizer`
+            "mesh": _mesh(),
+            "trainer": _trainer(),
+            "eval": _eval(),
+            "logging": _logging(),
+        },
+        type_safe=False,
+    )
+
+
+def _model() -> dict:
+    return {
+        "path": "",  # Hugging Face folder or hub id of the actor; must be given
+        "dtype": "float32",  # of the computation: float32 | bfloat16 (logits, softmax and log-probs are always float32)
+        "param_dtype": "float32",  # of the parameters and the optimizer's moments: float32 | bfloat16
+        "scan_layers": True,  # True: one compiled layer, scanned (fast to compile). False: unrolled (faster on a CPU)
+        # What the backward pass computes again instead of storing. none: nothing, most memory.
+        # dots: all but matrix products. full: whole layers, least memory.
+        "remat": "none",
+        "logprob_chunk": 1024,  # tokens per device whose logits exist at a time when log-probs are computed
+    }
+
+
+def _rollout() -> dict:
+    return {
+        "n": 8,  # responses per prompt; group estimators need at least 2
+        "prompt_length": 512,  # tokens; width of the prompt frame, see data.too_long
+        "response_length": 512,  # tokens; width of the response frame
+        "temperature": 1.0,  # > 0; log-probs, old, new and reference, are all of logits / temperature
+        "top_k": 0,  # keep the k likeliest tokens; 0: all
+        "top_p": 1.0,  # keep the likeliest tokens that together reach this probability; in (0, 1]
+        "min_p": 0.0,  # drop tokens less likely than this fraction of the likeliest; in [0, 1]
+        "ignore_eos": False,  # True: an end token does not end a response (for timing runs)
+        "min_new_tokens": 0,  # end tokens cannot be drawn before this many tokens
+        "stop": (),  # strings that end a response, found across token borders
+        "stop_token_ids": (),  # token ids that end a response, beside the model's own end tokens
+    }
+
+
+def _data() -> dict:
+    return {
+        # Sources of training prompts, one string or several: file.jsonl, file.parquet, folder or folder:split (as
+        # datasets.save_to_disk writes it), hf:name or hf:name:config:split (the hub), module:function(key=value) or
+        # file.py:function (a function that returns records).
+        "train": (),
+        "weights": (),  # share of each source in the mixture; (): every record once an epoch
+        "eval": (),  # sources of held-out prompts, written like `train`; (): no evaluation
+        "train_batch_size": 8,  # prompts a step; rollout.n responses to each
+        "shuffle": True,  # a new order each epoch, a function of seed and epoch
+        "prompt_key": "prompt",  # field of a record that holds the prompt: a string, or a list of chat messages
+        "prompt_template": "",  # with {field} of the record, instead of prompt_key: "What is {a}+{b}?"
+        "chat_template": True,  # render prompts through the model's chat template; False: the bare text
+        "system_prompt": "",  # first message of every chat; "": what the template does by itself
+        "template_kwargs": {},  # variables for the chat template, such as {"enable_thinking": False}
+        "too_long": "error",  # a prompt longer than rollout.prompt_length: error | drop (counted and reported)
+        "source_kwargs": {},  # further arguments of the function, or of datasets.load_dataset
+    }
+
+
+def _reward() -> dict:
+    return {
+        # Names of built-in rewards (jaxrl_llm/rewards/registry.py), module:function or file.py:function; arguments may
+        # follow, as in "format(pattern='…')".
+        "functions": (),
+        "weights": (),  # factor of each in the score; (): 1 each
+        "data_sources": (),  # per function the record's data_source that it scores, "": all; (): all score all
+    }
+
+
+def _algorithm() -> dict:
+    return {
+        # gae (with a critic: PPO) | grpo | rloo | reinforce_plus_plus | reinforce_plus_plus_baseline | remax | opo | …,
+        # as listed in jaxrl_llm.algorithms.advantages.ESTIMATORS, or module:function
+        "estimator": "grpo",
+        "gamma": 1.0,  # discount per token, in [0, 1]
+        "lam": 1.0,  # lambda of GAE, in [0, 1]
+        "scale": "group",  # divide group advantages by the standard deviation of: group | batch | none (Dr. GRPO)
+        "epsilon": 1e-6,  # added to that standard deviation
+        "whiten_advantages": True,  # GAE: advantages to mean 0, variance 1 over the batch's tokens
+        "estimator_kwargs": {},  # further arguments of the estimator
+        "use_kl_in_reward": False,  # token rewards less kl_ctrl.kl_coef x KL(old policy, reference)
+        "kl_penalty": "k1",  # estimator of that KL: k1 (kl) | abs | k2 (mse) | k3 (low_var_kl)
+        "kl_ctrl": {
+            "type": "fixed",  # fixed | adaptive (Ziegler et al. 2019)
+            "kl_coef": 0.001,  # coefficient, or its first value
+            "target_kl": 0.1,  # nats per token that the adaptive one steers to
+            "horizon": 10_000,  # rows over which it adapts
+        },
+        "mask_truncated": False,  # rows that ended by length: no loss on them (their score still counts in the group)
+        # Corrects for the sampler's distribution being not quite the scorer's (rho = old / rollout probability).
+        "rollout_correction": {
+            "rollout_is": "none",  # importance weights per: none | token | sequence
+            "rollout_is_threshold": 2.0,  # weights are truncated at this; "low_high" text: set to 0 outside
+            "rollout_is_batch_normalize": False,  # divide the weights by their mean over the batch
+            "rollout_rs": "none",  # reject by: none, or several of token_k1, seq_mean_k3, … joined by commas
+            "rollout_rs_threshold": 0.0,  # bound of each: a number, or for k1 a "low_high" of ratios; joined by commas
+            "bypass": False,  # True: old log-probs are the sampler's, no pass of their own
+        },
+    }
+
+
+def _actor() -> dict:
+    return {
+        **_minibatches(),
+        # vanilla (PPO's clipped ratio) | gspo | geo_mean | sapo | cispo | gpg | dppo_tv | dppo_kl | dro | clip_cov |
+        # kl_cov, as listed in jaxrl_llm.algorithms.losses.POLICY_LOSSES, or module:function
+        "policy_loss": "vanilla",
+        "clip_ratio": 0.2,  # the ratio new / old probability is clipped to [1 - low, 1 + high]
+        "clip_ratio_low": None,  # None: clip_ratio
+        "clip_ratio_high": None,  # None: clip_ratio
+        "clip_ratio_c": 3.0,  # dual clip: where the advantage is negative a token loses at most c x |advantage|; > 1
+        "loss_agg_mode": "token-mean",  # what the loss is divided by: see jaxrl_llm.config.Aggregation
+        "loss_scale_factor": None,  # denominator of seq-mean-token-sum-norm in tokens; None: rollout.response_length
+        "loss_kwargs": {},  # further arguments of the policy loss
+        "entropy_coeff": 0.0,  # of the entropy bonus
+        "use_kl_loss": False,  # add kl_loss_coef x KL(new policy, reference) to the loss
+        "kl_loss_coef": 0.001,  # of that KL, at least 0
+        "kl_loss_type": "low_var_kl",  # k1 | abs | k2 | k3 (low_var_kl), and each with + for k2's gradient
+    }
+
+
+def _critic() -> dict:
+    return {
+        "enable": "auto",  # auto: when the estimator is gae | yes | no
+        "path": "",  # folder or hub id it starts from, with a fresh value head; "": the actor's
+        "warmup_steps": 0,  # steps at the start in which only the critic is trained
+        **_minibatches(),
+        "cliprange_value": 0.5,  # new values are clipped to old ± this
+        "loss_agg_mode": "token-mean",  # of the value loss, as for the actor
+        "optimizer": optimizer(lr=1e-5),
+    }
+
+
+def _minibatches() -> dict:
+    return {
+        "mini_batch_size": 0,  # prompts per optimizer update, a divisor of data.train_batch_size; 0: all of them
+        "micro_batch_size": 0,  # rows per device at a time, summed up to the mini-batch's gradient; 0: all at once
+        "epochs": 1,  # passes over the batch
+        "shuffle": True,  # whole prompts, a new order each epoch
+    }
+
+
+def optimizer(lr: float) -> dict:
+    """AdamW. Schedules count optimizer updates, not steps."""
+    return {
+        "lr": lr,  # learning rate after the warm-up
+        "schedule": "constant",  # after the warm-up: constant | linear | cosine
+        "warmup_steps": 0,  # updates in which the rate rises from 0
+        "decay_steps": 0,  # updates until a decay ends, warm-up included; 0: the whole run
+        "min_lr_ratio": 0.0,  # end of a decay, as a fraction of lr
+        "b1": 0.9,  # decay of the first moment, in [0, 1)
+        "b2": 0.999,  # decay of the second moment, in [0, 1)
+        "eps": 1e-8,  # added to the root of the second moment
+        "weight_decay": 0.01,  # on matrices, not on norms and biases
+        "max_grad_norm": 1.0,  # gradients are scaled down to this global norm; 0: never
+    }
+
+
+def _mesh() -> dict:
+    return {  # numbers of devices along each axis; at most one may be -1 and takes what is left
+        "data": -1,  # rows
+        "fsdp": 1,  # rows, and parameters and moments as well
+        "tensor": 1,  # heads, feed-forward width and vocabulary
+    }
+
+
+def _trainer() -> dict:
+    return {
+        "steps": 100,  # steps of the run
+        "epochs": 0,  # passes over the training data, instead of `steps`; 0: steps count
+        "log_interval": 1,  # steps between lines of progress (metrics.jsonl holds every step)
+        "save_interval": 20,  # steps between checkpoints, and one at the end; 0: none at all
+        "keep_checkpoints": 2,  # how many of the newest stay
+        "max_skipped_updates": 5,  # non-finite updates in a row after which the run is aborted
+        "rollout_dump": False,  # write every response of every step to rollouts/STEP.jsonl
+        "sample_interval": 10,  # steps between tables of sample responses; 0: none
+        "samples_to_show": 3,  # responses in such a table
+        "score_micro_batch_size": 0,  # rows per device at a time in old_log_prob, ref and values; 0: all at once
+    }
+
+
+def _eval() -> dict:
+    return {
+        "interval": 0,  # steps between evaluations; 0: none in between
+        "before": True,  # evaluate before the first step
+        "after": True,  # evaluate after the last
+        "n": 1,  # responses per prompt; 1 when greedy
+        "temperature": 0.0,  # 0: greedy
+        "batch_size": 32,  # prompts at a time
+        "max_prompts": 0,  # of the held-out set, the first ones; 0: all
+    }
+
+
+def _logging() -> dict:
+    return {
+        "name": "",  # of the run; "": the config file's
+        "tensorboard": False,  # event files under the run's folder (needs tensorboardX)
+        "progress": "auto",  # auto: rich in a terminal, else plain | rich | plain | none
+    }

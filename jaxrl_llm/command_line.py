@@ -1,0 +1,139 @@
+"""Configurations from files, overrides and command lines: `--config FILE --config.a.b=value --workdir DIR`."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import sys
+import time
+import traceback
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from ml_collections import ConfigDict
+
+from jaxrl_llm.config import Config, from_config_dict
+from jaxrl_llm.config_values import knobs, parse
+from jaxrl_llm.errors import UserError, nearest
+
+
+def load_config(path: str | Path, overrides: Mapping[str, Any] | Iterable[str] = ()) -> Config:
+    """The configuration of a file, changed by `overrides`.
+
+    Args:
+      path: a Python file with `get_config()`, or the config.json of a run.
+      overrides: {"trainer.steps": 40}, or texts such as "trainer.steps=40".
+
+    Raises:
+      UserError: listing everything that is wrong.
+    """
+    raw = _read_file(Path(path))
+    if isinstance(overrides, Mapping):
+        pairs = list(overrides.items())
+    else:
+        texts = [override.partition("=") for override in overrides]
+        pairs = [(key, parse(text, knobs(Config).get(key, str))) for key, _, text in texts]
+    with raw.unlocked(), raw.ignore_type():
+        for key, value in pairs:
+            _assign(raw, key, value)
+    if isinstance(section := raw.get("logging"), ConfigDict) and section.get("name") == "":
+        section.name = Path(path).stem
+    return from_config_dict(raw)
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise UserError(f"{message}\n{self.format_usage().strip()}")
+
+
+def make_parser(prog: str, description: str) -> argparse.ArgumentParser:
+    """A parser that knows --config and --workdir; a command adds its own flags before `parse_args`."""
+    parser = _Parser(
+        prog=f"python -m jaxrl_llm.{prog}",
+        description=description,
+        epilog="Any knob of configs/base.py can be set by --config.section.key=value.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--config", required=True, metavar="FILE", help="a recipe (.py) or a run's config.json")
+    parser.add_argument("--workdir", metavar="DIR", help="the run's folder (default: runs/NAME-TIME)")
+    return parser
+
+
+def parse_args(parser: argparse.ArgumentParser, argv: Sequence[str]) -> tuple[Config, argparse.Namespace]:
+    """The configuration, and the flags: `workdir` (filled in if not given) and what the command added.
+
+    Raises:
+      UserError: for an argument without dashes, an unknown flag or key, or a configuration with errors.
+    """
+    args, rest = parser.parse_known_args(list(argv))
+    overrides, problems = [], []
+    for argument in rest:
+        flag, equals, value = argument.partition("=")
+        if flag.startswith("--config.") and equals:
+            overrides.append(f"{flag.removeprefix('--config.')}={value}")
+        elif flag.startswith("--config."):
+            problems.append(f"{argument} has no value: write {argument}=VALUE")
+        elif argument.startswith("config."):
+            problems.append(f"{argument} has no dashes: write --{argument}")
+        elif argument.startswith("-"):
+            known = [option for action in parser._actions for option in action.option_strings]
+            problems.append(f"{argument}: no such flag; {nearest(flag, known)}")
+        else:
+            problems.append(f"{argument!r} stands alone: flags are written --flag=value")
+    if problems:
+        raise UserError("\n  ".join(["wrong arguments:", *problems, parser.format_usage().strip()]))
+    config = load_config(args.config, overrides)
+    if args.workdir is None:
+        args.workdir = os.path.join("runs", f"{config.logging.name}-{time.strftime('%Y%m%d-%H%M%S')}")
+    return config, args
+
+
+def _assign(raw: ConfigDict, key: str, value: Any) -> None:
+    """Sets a dotted key, known or not: what is wrong with it is found with everything else."""
+    section, *rest = key.split(".", 1)
+    if not rest:
+        raw[section] = value
+        return
+    if not isinstance(inner := raw.get(section), ConfigDict):
+        inner = raw[section] = ConfigDict(type_safe=False)
+    _assign(inner, rest[0], value)
+
+
+def _read_file(path: Path) -> ConfigDict:
+    if not path.is_file():
+        raise UserError(f"--config={path}: no such file")
+    if path.suffix == ".json":
+        try:
+            return ConfigDict(json.loads(path.read_text()), type_safe=False)
+        except ValueError as error:
+            raise UserError(f"{path}: not JSON: {error}") from error
+    _make_importable(path)
+    spec = importlib.util.spec_from_file_location(f"_config_{path.stem}", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+        if not callable(get_config := getattr(module, "get_config", None)):
+            raise UserError(f"{path}: has no function get_config()")
+        raw = get_config()
+    except UserError:
+        raise
+    except Exception as error:  # a recipe is the user's code: say where it broke
+        lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
+        where = f"{path}:{lines[-1]}" if lines else str(path)
+        raise UserError(f"{where}: {type(error).__name__}: {error}") from error
+    if not isinstance(raw, ConfigDict):
+        raise UserError(f"{path}: get_config() must return an ml_collections.ConfigDict, found {type(raw).__name__}")
+    return raw
+
+
+def _make_importable(path: Path) -> None:
+    """Lets a recipe say `from configs import base` wherever it lies, and name functions of its own by dotted path."""
+    folder = path.resolve().parent
+    own = [str(folder.parent)] if folder.name == "configs" else []
+    for place in [*own, str(Path(__file__).resolve().parents[1])]:
+        if place not in sys.path:
+            sys.path.append(place)

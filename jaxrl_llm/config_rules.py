@@ -1,0 +1,284 @@
+"""The rules between keys: which values exclude each other, and what a run needs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+
+from jaxrl_llm import dotted
+from jaxrl_llm.errors import UserError, nearest
+from jaxrl_llm.rewards import registry
+
+if TYPE_CHECKING:
+    from jaxrl_llm.algorithms.advantages import Estimator
+    from jaxrl_llm.algorithms.losses import PolicyLoss
+    from jaxrl_llm.config import Config, Mesh
+
+T = TypeVar("T")
+
+
+class Broken(NamedTuple):
+    """A rule that does not hold: the keys it reads, and what is allowed."""
+
+    keys: tuple[str, ...]
+    text: str
+
+
+def need_critic(config: Config) -> bool:
+    """A critic exists if `critic.enable` says so, else if the estimator is `gae`."""
+    if config.critic.enable == "auto":
+        return config.algorithm.estimator == "gae"
+    return config.critic.enable == "yes"
+
+
+def need_reference(config: Config) -> bool:
+    """A reference exists if KL is in the reward or in the loss."""
+    return config.algorithm.use_kl_in_reward or config.actor.use_kl_loss
+
+
+def broken_rules(config: Config) -> list[Broken]:
+    """The rules that hold whatever devices there are; `check_devices` holds the others."""
+    rules = (_sources, _rewards, _batches, _sampling, _estimator, _loss, _correction, _schedules, _run, _mesh)
+    return [broken for rule in rules for broken in rule(config)]
+
+
+def notices(config: Config) -> list[str]:
+    """What is allowed but seldom meant."""
+    found = []
+    if config.actor.use_kl_loss and config.actor.kl_loss_type in ("k1", "kl"):
+        found.append(
+            f"config.actor.kl_loss_type = {config.actor.kl_loss_type!r}: the gradient of k1 in the loss is zero in "
+            "expectation, so it holds nothing back; k2, or low_var_kl, do"
+        )
+    if config.actor.use_kl_loss and config.algorithm.use_kl_in_reward:
+        found.append(
+            "config.algorithm.use_kl_in_reward and config.actor.use_kl_loss are both True: the KL to the reference is "
+            "charged twice, in the reward and in the loss"
+        )
+    return found
+
+
+def mesh_shape(mesh: Mesh, n_devices: int) -> dict[str, int]:
+    """{"data": …, "fsdp": …, "tensor": …} with the -1 filled in.
+
+    Raises:
+      UserError: the axes do not multiply to the number of devices.
+    """
+    sizes = {"data": mesh.data, "fsdp": mesh.fsdp, "tensor": mesh.tensor}
+    known = 1
+    for size in sizes.values():
+        known *= size if size > 0 else 1
+    free = [axis for axis, size in sizes.items() if size == -1]
+    if n_devices % known or (not free and known != n_devices):
+        axes = ", ".join(f"config.mesh.{axis} = {size}" for axis, size in sizes.items())
+        raise UserError(f"{axes}: the axes must multiply to the number of devices, {n_devices}")
+    return sizes | dict.fromkeys(free, n_devices // known)
+
+
+def check_devices(config: Config, n_devices: int) -> dict[str, int]:
+    """The mesh's shape, after checking that every batch divides over its rows' shards.
+
+    Raises:
+      UserError: listing each batch size that does not.
+    """
+    shape = mesh_shape(config.mesh, n_devices)
+    shards = shape["data"] * shape["fsdp"]
+    lines = []
+
+    def divides(key: str, rows: int, unit: int, what: str) -> None:
+        if rows % unit:
+            lines.append(f"config.{key}: {what} must be a multiple of {unit}, found {rows}")
+
+    where = f"{shards} shards (mesh {shape})"
+    divides("data.train_batch_size", config.data.train_batch_size, shards, f"prompts a step, on {where},")
+    rows = config.data.train_batch_size * config.rollout.n
+    score = config.trainer.score_micro_batch_size
+    if score:
+        what = f"train_batch_size x rollout.n rows, on {where} of {score} rows at a time,"
+        divides("trainer.score_micro_batch_size", rows, shards * score, what)
+    roles = [("actor", config.actor), *([("critic", config.critic)] if need_critic(config) else [])]
+    for name, role in roles:
+        micro = role.micro_batch_size or 1
+        what = f"mini_batch_size x rollout.n rows, on {where} of {micro} row(s) at a time,"
+        divides(f"{name}.micro_batch_size", role.mini_batch_size * config.rollout.n, shards * micro, what)
+    micro, mini = config.actor.micro_batch_size, config.actor.mini_batch_size * config.rollout.n
+    if micro and micro * shards != mini and chosen_policy_loss(config)[0].needs_whole_minibatch:
+        lines.append(
+            f"config.actor.micro_batch_size = {micro}: the loss {config.actor.policy_loss!r} selects over the whole "
+            f"mini-batch; set 0 (all {mini} rows at once)"
+        )
+    if lines:
+        raise UserError("\n  ".join([f"the configuration does not fit {n_devices} device(s):", *lines]))
+    return shape
+
+
+def _sources(config: Config) -> Iterator[Broken]:
+    data = config.data
+    if not config.model.path:
+        yield Broken(("model.path",), "must be given: a Hugging Face folder or a hub id")
+    if not data.train:
+        yield Broken(("data.train",), "must be given: at least one source of prompts")
+    if data.weights and len(data.weights) != len(data.train):
+        yield Broken(("data.weights", "data.train"), "needs one weight per source, or none")
+    if not data.prompt_key and not data.prompt_template:
+        yield Broken(("data.prompt_key", "data.prompt_template"), "one of them must be given")
+    if not data.chat_template and (data.system_prompt or data.template_kwargs):
+        keys = ("data.chat_template", "data.system_prompt", "data.template_kwargs")
+        yield Broken(keys, "a system prompt and template variables need the chat template")
+    evaluation = config.eval
+    if evaluation.interval and not data.eval:
+        yield Broken(("eval.interval", "data.eval"), "evaluation needs a source of held-out prompts")
+    if evaluation.temperature == 0 and evaluation.n > 1:
+        yield Broken(("eval.n", "eval.temperature"), "greedy responses are all the same: n must be 1 at temperature 0")
+
+
+def _rewards(config: Config) -> Iterator[Broken]:
+    functions = config.reward.functions
+    if not functions:
+        yield Broken(("reward.functions",), "must be given: at least one reward, by name or as module:function")
+    for name in functions:
+        try:
+            registry.resolve(name)
+        except UserError as error:
+            yield Broken(("reward.functions",), str(error))
+    for key in ("weights", "data_sources"):
+        values = getattr(config.reward, key)
+        if values and len(values) != len(functions):
+            yield Broken((f"reward.{key}", "reward.functions"), "needs one per function, or none")
+
+
+def _batches(config: Config) -> Iterator[Broken]:
+    for name, role in (("actor", config.actor), ("critic", config.critic)):
+        if config.data.train_batch_size % role.mini_batch_size:
+            yield Broken(
+                (f"{name}.mini_batch_size", "data.train_batch_size"),
+                "prompts a mini-batch must divide the prompts a step",
+            )
+        rows = role.mini_batch_size * config.rollout.n
+        if role.micro_batch_size and rows % role.micro_batch_size:
+            keys = (f"{name}.micro_batch_size", f"{name}.mini_batch_size", "rollout.n")
+            yield Broken(keys, f"rows a micro-batch must divide the {rows} rows (prompts x n) of a mini-batch")
+
+
+def _sampling(config: Config) -> Iterator[Broken]:
+    rollout = config.rollout
+    if rollout.min_new_tokens > rollout.response_length:
+        keys = ("rollout.min_new_tokens", "rollout.response_length")
+        yield Broken(keys, "no response can be that long")
+    if "" in rollout.stop:
+        yield Broken(("rollout.stop",), "an empty stop string would end every response at once")
+    if any(token < 0 for token in rollout.stop_token_ids):
+        yield Broken(("rollout.stop_token_ids",), "token ids are at least 0")
+
+
+def _estimator(config: Config) -> Iterator[Broken]:
+    key = "algorithm.estimator"
+    if config.critic.warmup_steps and not need_critic(config):
+        keys = ("critic.warmup_steps", "critic.enable", key)
+        yield Broken(keys, "there is no critic to warm up; set warmup_steps to 0 or critic.enable to yes")
+    try:
+        entry, options = chosen_estimator(config)
+    except UserError as error:
+        yield Broken((key,), str(error))
+        return
+    if entry.group and config.rollout.n == 1:
+        yield Broken((key, "rollout.n"), "a group estimator compares responses to one prompt: n must be at least 2")
+    if "values" in entry.needs and not need_critic(config):
+        yield Broken((key, "critic.enable"), "this estimator needs values, so it needs a critic")
+    for name in options.keys() - entry.options.keys():
+        yield Broken((key, "algorithm.estimator_kwargs"), f"no option {name!r}; {nearest(name, entry.options)}")
+
+
+def _loss(config: Config) -> Iterator[Broken]:
+    key = "actor.policy_loss"
+    try:
+        entry, options = chosen_policy_loss(config)
+    except UserError as error:
+        yield Broken((key,), str(error))
+        return
+    for name in options.keys() - entry.options.keys():
+        yield Broken((key, "actor.loss_kwargs"), f"no option {name!r}; {nearest(name, entry.options)}")
+
+
+def _correction(config: Config) -> Iterator[Broken]:
+    from jaxrl_llm.algorithms.correction import is_bounds, rs_bounds
+
+    correction, section = config.algorithm.rollout_correction, "algorithm.rollout_correction"
+    try:
+        is_bounds(correction.rollout_is_threshold)
+    except ValueError as error:
+        yield Broken((f"{section}.rollout_is_threshold",), str(error))
+    if correction.rollout_rs != "none":
+        try:
+            rs_bounds(correction.rollout_rs, correction.rollout_rs_threshold)
+        except ValueError as error:
+            yield Broken((f"{section}.rollout_rs", f"{section}.rollout_rs_threshold"), str(error))
+
+
+def _schedules(config: Config) -> Iterator[Broken]:
+    for name, optimizer in (("optimizer", config.optimizer), ("critic.optimizer", config.critic.optimizer)):
+        if 0 < optimizer.decay_steps <= optimizer.warmup_steps:
+            keys = (f"{name}.decay_steps", f"{name}.warmup_steps")
+            yield Broken(keys, "the decay includes the warm-up and must be longer; 0 means the whole run")
+
+
+def _run(config: Config) -> Iterator[Broken]:
+    if not config.trainer.steps and not config.trainer.epochs:
+        yield Broken(("trainer.steps", "trainer.epochs"), "one of them must be above 0")
+
+
+def _mesh(config: Config) -> Iterator[Broken]:
+    axes = ("data", "fsdp", "tensor")
+    if sum(getattr(config.mesh, axis) == -1 for axis in axes) > 1:
+        yield Broken(tuple(f"mesh.{axis}" for axis in axes), "at most one axis can take what is left (-1)")
+
+
+def chosen_estimator(config: Config) -> tuple[Estimator, dict[str, Any]]:
+    """The estimator, registered or at a dotted path, and the options to call it with.
+
+    Raises:
+      UserError: there is none of that name.
+    """
+    from jaxrl_llm.algorithms.advantages import ESTIMATORS, Estimator
+
+    algorithm = config.algorithm
+    entry = _chosen(algorithm.estimator, ESTIMATORS, Estimator.of)
+    shared = {
+        "gamma": algorithm.gamma,
+        "lam": algorithm.lam,
+        "scale": algorithm.scale,
+        "epsilon": algorithm.epsilon,
+        "whiten": algorithm.whiten_advantages,
+    }
+    return entry, {k: v for k, v in shared.items() if k in entry.options} | algorithm.estimator_kwargs
+
+
+def chosen_policy_loss(config: Config) -> tuple[PolicyLoss, dict[str, Any]]:
+    """The policy loss, registered or at a dotted path, and the options to call it with.
+
+    Raises:
+      UserError: there is none of that name.
+    """
+    from jaxrl_llm.algorithms.losses import POLICY_LOSSES, PolicyLoss
+
+    actor = config.actor
+    entry = _chosen(actor.policy_loss, POLICY_LOSSES, PolicyLoss.of)
+    shared = {
+        "aggregation": actor.loss_agg_mode,
+        "scale_factor": actor.loss_scale_factor,
+        "clip_ratio_low": actor.clip_ratio_low,
+        "clip_ratio_high": actor.clip_ratio_high,
+        "clip_ratio_c": actor.clip_ratio_c,
+    }
+    return entry, {k: v for k, v in shared.items() if k in entry.options} | actor.loss_kwargs
+
+
+def _chosen(name: str, registry: Mapping[str, T], wrap: Callable[[Callable[..., Any]], T]) -> T:
+    if name in registry:
+        return registry[name]
+    if ":" not in name:
+        raise UserError(f"no such name; {nearest(name, registry)}; or a path module:function")
+    try:
+        return wrap(dotted.load(name))
+    except (TypeError, ValueError) as error:  # not a function, or not one of this kind
+        raise UserError(str(error)) from error

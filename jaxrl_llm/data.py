@@ -1,0 +1,318 @@
+"""From sources to `Prompts`: which prompts a step gets is a pure function of (seed, cursor).
+
+The cursor counts the prompts that a run has drawn. Position p of a run always holds the same record with the same uid,
+p, so that a run can go on at any cursor without having walked there.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import re
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+import grain
+import numpy as np
+
+from jaxrl_llm.errors import UserError, nearest
+from jaxrl_llm.sources import Record, open_source
+from jaxrl_llm.tokenizer import Chat, control_token_in, render_prompt
+from jaxrl_llm.types import Prompts
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+# What a JAX reward reads of a record: a key that holds a number (or array of one shape), or a function of the record.
+RecordArray = str | Callable[[Record], Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class PromptBatch:
+    """G prompts as arrays (numpy's, still on the host) and what belongs to them."""
+
+    prompts: Prompts
+    records: list[dict[str, Any]]  # G; empty dicts for fillers
+    texts: list[str]  # G; the prompts as rewards and logs see them, see `prompt_text`
+    cursor: int  # where the next batch begins
+
+
+class PromptData:
+    """The prompts of one or several sources, tokenized and checked once, before any step.
+
+    Example: `PromptData("jaxrl_llm.tasks:addition", tokenizer, prompt_length=64, response_length=24).batch(0, 8)`
+
+    Args:
+      sources: what `sources.open_source` takes, one or several.
+      prompt_length, response_length: P and R in tokens.
+      weights: share of each source; none: all records once an epoch.
+      shuffle: a new order each epoch, from seed and epoch.
+      prompt_key: the field that holds the prompt, a string or a list of chat messages ("a.b" reaches inside).
+      prompt_template: text with {field}s of the record, instead of prompt_key.
+      chat_template, system_prompt, template_kwargs: see `tokenizer.render_prompt`.
+      too_long: "error", or "drop" (counted in `dropped`) for prompts of more than P tokens.
+      source_kwargs: see `sources.open_source`.
+      record_arrays: name -> what of each record becomes an array, int32, float32 or bool [G, …], for JAX rewards.
+      limit: only so many records, the first ones; 0: all.
+
+    Raises:
+      UserError: naming the record's place for whatever is wrong with it.
+    """
+
+    def __init__(
+        self,
+        sources: Any,
+        tokenizer: PreTrainedTokenizerFast,
+        *,
+        prompt_length: int,
+        response_length: int,
+        seed: int = 0,
+        shuffle: bool = True,
+        weights: Sequence[float] = (),
+        prompt_key: str = "prompt",
+        prompt_template: str = "",
+        chat_template: bool = True,
+        system_prompt: str | None = None,
+        template_kwargs: Mapping[str, Any] | None = None,
+        too_long: Literal["error", "drop"] = "error",
+        source_kwargs: Mapping[str, Any] | None = None,
+        record_arrays: Mapping[str, RecordArray] | None = None,
+        limit: int = 0,
+    ) -> None:
+        several = isinstance(sources, Sequence) and bool(sources) and not isinstance(sources[0], Mapping)
+        specs = list(sources) if several and not isinstance(sources, str) else [sources]
+        if weights and len(weights) != len(specs):
+            raise UserError(f"data.weights: {len(weights)} weights for {len(specs)} sources")
+        for key, text in (("prompt_template", prompt_template), ("system_prompt", system_prompt or "")):
+            if token := control_token_in(tokenizer, text):
+                raise UserError(
+                    f"data.{key} spells {token!r}, which would be plain text; only a chat template writes it"
+                )
+        self._sources = [open_source(spec, source_kwargs) for spec in specs]
+        self._prompt_of = functools.partial(prompt_of, prompt_key=prompt_key, prompt_template=prompt_template)
+        self._prompt_length, self._response_length = prompt_length, response_length
+        pad = tokenizer.pad_token_id
+        self._pad = pad if isinstance(pad, int) else 0  # masks say where padding is, so any id will do
+        self._places = [(s, i) for s, source in enumerate(self._sources) for i in range(len(source))]
+        self._places = self._places[: limit or None]
+
+        def tokenize(place: tuple[int, int]) -> np.ndarray:
+            ids = render_prompt(
+                tokenizer,
+                self._prompt_of(self._record(place)),
+                chat_template=chat_template,
+                system_prompt=system_prompt,
+                template_kwargs=template_kwargs,
+            )
+            if not ids:
+                raise UserError("the prompt is empty")
+            return np.array(ids, np.int32)
+
+        self._ids = [self._at(place, tokenize) for place in self._places]
+        self.dropped = self._drop_too_long(too_long)  # prompts left out because they are too long
+        self.longest = max(map(len, self._ids), default=0)  # tokens of the longest prompt that is left
+        self._record_arrays = {name: self._extract(name, get) for name, get in (record_arrays or {}).items()}
+        counts = [sum(s == source for s, _ in self._places) for source in range(len(specs))]
+        for spec, source, count in zip(specs, self._sources, counts, strict=True):
+            if not count and not (limit and len(source)):
+                reason = f"all {len(source)} are longer than {prompt_length} tokens" if len(source) else "it is empty"
+                raise UserError(f"{spec!s:.80}: no prompts to draw; {reason}")
+        self._order = _order(counts, weights, seed=seed, shuffle=shuffle)
+
+    def __len__(self) -> int:
+        """Prompts in an epoch."""
+        return len(self._places)
+
+    @property
+    def records(self) -> Iterator[Record]:
+        """Every record once, in the sources' order."""
+        return map(self._record, self._places)
+
+    def batch(self, cursor: int, num_prompts: int) -> PromptBatch:
+        """The prompts at positions cursor … cursor + num_prompts - 1 of the run; their uids are these positions."""
+        indices = [int(self._order[cursor + i]) for i in range(num_prompts)]
+        return self._build(indices, cursor, num_prompts)
+
+    def eval_batches(self, num_prompts: int) -> Iterator[PromptBatch]:
+        """Every prompt once, in order. The last batch is filled up with invalid prompts that get no tokens."""
+        for start in range(0, len(self), num_prompts):
+            yield self._build(list(range(start, min(start + num_prompts, len(self)))), start, num_prompts)
+
+    def _build(self, indices: list[int], cursor: int, num_prompts: int) -> PromptBatch:
+        real, fillers = len(indices), num_prompts - len(indices)
+        shape = (num_prompts, self._prompt_length)
+        prompts, mask = np.full(shape, self._pad, np.int32), np.zeros(shape, np.bool_)
+        for row, index in enumerate(indices + [0] * fillers):
+            ids = self._ids[index]
+            prompts[row, -len(ids) :] = ids
+            mask[row, -len(ids) :] = True
+        valid = np.arange(num_prompts) < real
+        arrays: dict[str, Any] = {
+            "prompts": prompts,
+            "prompt_mask": mask,
+            "uid": np.arange(cursor, cursor + num_prompts, dtype=np.int32),
+            "prompt_valid": valid,
+            "max_new_tokens": np.where(valid, self._response_length, 0).astype(np.int32),
+            "record_arrays": {name: a[indices + [0] * fillers] for name, a in self._record_arrays.items()},
+        }
+        records = [dict(self._record(self._places[index])) for index in indices]
+        texts = [prompt_text(self._prompt_of(record)) for record in records]
+        return PromptBatch(Prompts(**arrays), records + [{}] * fillers, texts + [""] * fillers, cursor + num_prompts)
+
+    def _record(self, place: tuple[int, int]) -> Record:
+        source, index = place
+        return self._sources[source][index]
+
+    def _where(self, place: tuple[int, int]) -> str:
+        source, index = place
+        return self._sources[source].where(index)
+
+    def _at(self, place: tuple[int, int], function: Callable[[tuple[int, int]], Any]) -> Any:
+        """function(place), with the place in front of a user error's text, unless it stands there already."""
+        try:
+            return function(place)
+        except UserError as error:
+            where = self._where(place)
+            raise UserError(str(error) if str(error).startswith(where) else f"{where}: {error}") from error
+
+    def _drop_too_long(self, too_long: str) -> int:
+        over = [i for i, ids in enumerate(self._ids) if len(ids) > self._prompt_length]
+        if over and too_long == "error":
+            shown = {"first": over[0], "longest": max(over, key=lambda i: len(self._ids[i]))}
+            where = [
+                f"the {name}: {self._where(self._places[i])} with {len(self._ids[i])}" for name, i in shown.items()
+            ]
+            raise UserError(
+                f"{len(over)} of {len(self._ids)} prompts are longer than rollout.prompt_length = "
+                f"{self._prompt_length} tokens; {', '.join(where)}. Raise rollout.prompt_length, or set "
+                "data.too_long = 'drop' to leave them out"
+            )
+        kept = [i for i, ids in enumerate(self._ids) if len(ids) <= self._prompt_length]
+        self._ids, self._places = [self._ids[i] for i in kept], [self._places[i] for i in kept]
+        return len(over)
+
+    def _extract(self, name: str, get: RecordArray) -> np.ndarray:
+        """[N, …]: one value of each record, whole numbers as int32, others as float32, truth values as bool."""
+
+        def value(place: tuple[int, int]) -> np.ndarray:
+            record = self._record(place)
+            try:
+                found = np.asarray(field(record, get) if isinstance(get, str) else get(record))
+            except (LookupError, TypeError, ValueError) as error:
+                raise UserError(f"record array {name!r}: {type(error).__name__}: {error}") from error
+            if found.dtype.kind not in "biuf":
+                raise UserError(f"record array {name!r}: expected a number, found {found.tolist()!r:.40}")
+            return found
+
+        values = [self._at(place, value) for place in self._places]
+        shapes = {v.shape for v in values}
+        if len(shapes) > 1:
+            raise UserError(f"record array {name!r}: the records hold arrays of several shapes: {sorted(shapes)}")
+        stacked = np.stack(values) if values else np.zeros(0, np.float32)
+        dtype = {"b": np.bool_, "f": np.float32}.get(stacked.dtype.kind, np.int32)
+        if dtype == np.int32 and stacked.size and np.abs(stacked).max() > np.iinfo(np.int32).max:
+            raise UserError(f"record array {name!r}: {np.abs(stacked).max()} does not fit into 32 bits")
+        return stacked.astype(dtype)
+
+
+def epoch_steps(num_prompts: int, prompts_per_step: int, epochs: int = 1) -> int:
+    """Steps after which every prompt was drawn `epochs` times (an epoch may end within a step).
+
+    >>> epoch_steps(100, 8)
+    13
+    """
+    return -(-num_prompts * epochs // prompts_per_step)
+
+
+def field(record: Record, name: str) -> Any:
+    """record["a"]["b"] for the name "a.b".
+
+    Raises:
+      UserError: it is not there; names what is, and the nearest.
+
+    >>> field({"reward_model": {"ground_truth": "7"}}, "reward_model.ground_truth")
+    '7'
+    """
+    if name in record:
+        return record[name]
+    value: Any = record
+    for key in name.split("."):
+        if not isinstance(value, Mapping) or key not in value:
+            found = ", ".join(map(str, record)) or "nothing"
+            raise UserError(f"no field {name!r} in the record (found: {found}); {nearest(name, map(str, record))}")
+        value = value[key]
+    return value
+
+
+def format_prompt(template: str, record: Record) -> str:
+    """The template with each {field} replaced; {{ and }} stand for braces, and braces around no name for themselves.
+
+    Raises:
+      UserError: a field that the record does not have, or that is neither text nor a number.
+
+    >>> format_prompt(r"What is {a}+{b}? Put it in \\boxed{}.", {"a": 3, "b": 4})
+    'What is 3+4? Put it in \\\\boxed{}.'
+    """
+
+    def value(match: re.Match[str]) -> str:
+        if match[0] in ("{{", "}}"):
+            return match[0][0]
+        found = field(record, match[1])
+        if not isinstance(found, str | int | float):
+            raise UserError(f"data.prompt_template: {match[0]} is a {type(found).__name__}, expected text or a number")
+        return str(found)
+
+    return re.sub(r"\{\{|\}\}|\{([A-Za-z_][\w.]*)\}", value, template)
+
+
+def prompt_of(record: Record, prompt_key: str = "prompt", prompt_template: str = "") -> str | Chat:
+    """A record's prompt, as text or as chat messages."""
+    if prompt_template:
+        return format_prompt(prompt_template, record)
+    prompt = field(record, prompt_key)
+    if not isinstance(prompt, str | Sequence):
+        raise UserError(f"field {prompt_key!r}: a prompt is a string or a list of messages, found {prompt!r:.40}")
+    return prompt
+
+
+def prompt_text(prompt: str | Chat) -> str:
+    """The prompt as rewards and logs see it: a string itself, of a chat the contents of its messages.
+
+    >>> prompt_text([{"role": "system", "content": "Be brief."}, {"role": "user", "content": "What is 3+4?"}])
+    'Be brief.\\n\\nWhat is 3+4?'
+    """
+    if isinstance(prompt, str):
+        return prompt
+    return "\n\n".join(str(message["content"]) for message in prompt if message.get("content"))
+
+
+class _Epochs:
+    """Endless: the indices first … first + size - 1, over and over, each time in another order."""
+
+    def __init__(self, first: int, size: int, *, seed: int, shuffle: bool) -> None:
+        self._first, self._size, self._shuffle = first, size, shuffle
+        self._permutation = functools.lru_cache(maxsize=2)(lambda epoch: _permutation(size, seed, first, epoch))
+
+    def __len__(self) -> int:
+        return sys.maxsize
+
+    def __getitem__(self, index: int) -> int:
+        epoch, place = divmod(index, self._size)
+        return self._first + (int(self._permutation(epoch)[place]) if self._shuffle else place)
+
+
+def _permutation(size: int, *seeds: int) -> np.ndarray:
+    # grain's own shuffle takes milliseconds an element for small sources. Raw bits of Philox are the same in every
+    # version of numpy, which its permutations need not be.
+    generator = np.random.Philox(np.random.SeedSequence([seed % 2**64 for seed in seeds]))
+    return np.argsort(generator.random_raw(size))
+
+
+def _order(counts: list[int], weights: Sequence[float], *, seed: int, shuffle: bool) -> Any:
+    """position -> index of a prompt, for ever."""
+    if not weights:
+        return _Epochs(0, sum(counts), seed=seed, shuffle=shuffle)
+    starts = np.cumsum([0, *counts]).tolist()
+    parts = [_Epochs(start, count, seed=seed, shuffle=shuffle) for start, count in zip(starts, counts, strict=False)]
+    return grain.MapDataset.mix([grain.MapDataset.source(part) for part in parts], weights=weights)

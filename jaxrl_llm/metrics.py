@@ -1,0 +1,276 @@
+"""What each metric means. Names are verl's, then TRL's.
+
+Everything on arrays is pure and may run inside a jit; invalid rows (failed reward, filler) are in no statistic, and a
+statistic of nothing is 0. What counts seconds runs on the host.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxrl_llm.algorithms.masked import (
+    masked_max,
+    masked_mean,
+    masked_min,
+    masked_sum,
+    masked_var,
+    safe_divide,
+    zero_outside,
+)
+from jaxrl_llm.types import FINISH_LENGTH, Batch
+
+Array = jax.Array
+Metrics = dict[str, Array]
+
+EXPLAINED_VARIANCE_EPSILON = 1e-5
+
+
+def data_metrics(batch: Batch, *, use_critic: bool, reward_names: Sequence[str] = ()) -> Metrics:
+    """The statistics of a finished batch, as device scalars.
+
+    Args:
+      batch: with the evidence of every phase up to `adv`.
+      use_critic: whether values are described as well.
+      reward_names: one for each column of `scores`.
+    """
+    batch.require("scores", "row_valid", "token_level_scores", phase="metrics")
+    batch.require("token_level_rewards", "advantages", "returns", phase="metrics")
+    if use_critic:
+        batch.require("values", phase="metrics")
+    valid, scores = _given(batch.row_valid), _given(batch.scores)
+    mask = batch.response_mask & valid[:, None]
+    prompt_length = jnp.repeat(batch.prompt_mask.sum(-1, dtype=jnp.int32), batch.n)
+    computed = jnp.repeat(batch.prompt_valid, batch.n)  # rows that cost something, whatever became of their reward
+    metrics = sequence_metrics(
+        token_level_scores=_given(batch.token_level_scores),
+        token_level_rewards=_given(batch.token_level_rewards),
+        advantages=_given(batch.advantages),
+        returns=_given(batch.returns),
+        values=batch.values if use_critic else None,
+        mask=mask,
+        row_valid=valid,
+    )
+    metrics |= length_metrics(prompt_length, batch.response_length, valid, batch.prompts.shape[1], batch.response_width)
+    metrics |= ending_metrics(batch.response_length, batch.finish_reason, valid)
+    row_scores = masked_sum(_given(batch.token_level_scores), mask, axis=-1)
+    metrics |= group_metrics(row_scores.reshape(-1, batch.n), valid.reshape(-1, batch.n))
+    for k, name in enumerate(reward_names):
+        metrics[f"rewards/{name}/mean"] = masked_mean(scores[:, k], valid)
+        metrics[f"rewards/{name}/std"] = jnp.sqrt(masked_var(scores[:, k], valid))
+    if batch.entropys is not None:
+        metrics["actor/entropy"] = masked_mean(batch.entropys, mask)
+    if batch.old_log_probs is not None and batch.rollout_log_probs is not None:
+        metrics |= prob_diff_metrics(batch.old_log_probs, batch.rollout_log_probs, mask)
+    failed = (computed & ~valid).sum()
+    metrics["reward/failed_ratio"] = safe_divide(failed.astype(jnp.float32), computed.sum().astype(jnp.float32))
+    metrics["perf/response_tokens"] = jnp.where(computed, batch.response_length, 0).sum()
+    metrics["perf/total_num_tokens"] = jnp.where(computed, prompt_length + batch.response_length, 0).sum()
+    return metrics
+
+
+def sequence_metrics(
+    *,
+    token_level_scores: Array,
+    token_level_rewards: Array,
+    advantages: Array,
+    returns: Array,
+    values: Array | None,
+    mask: Array,
+    row_valid: Array,
+) -> Metrics:
+    """mean, max and min of the rows' scores and rewards (Σ over the mask), the tokens' advantages, returns and values.
+
+    `critic/vf_explained_var` = 1 − var(returns − values) / (var(returns) + 1e-5) over the tokens, ddof 1.
+
+    Args:
+      token_level_scores, token_level_rewards, advantages, returns, values: float [B, R]
+      mask: bool [B, R], the response's own tokens in valid rows; a row without any counts as aborted.
+      row_valid: bool [B]
+    """
+    told = mask.any(-1)
+    metrics = {
+        **_summary("critic/score", masked_sum(token_level_scores, mask, axis=-1), told),
+        **_summary("critic/rewards", masked_sum(token_level_rewards, mask, axis=-1), told),
+        **_summary("critic/advantages", advantages, mask),
+        **_summary("critic/returns", returns, mask),
+        "response/aborted_ratio": masked_mean((~told).astype(jnp.float32), row_valid),
+    }
+    if values is not None:
+        metrics |= _summary("critic/values", values, mask)
+        residual = masked_var(returns - values, mask)
+        explained = 1.0 - residual / (masked_var(returns, mask) + EXPLAINED_VARIANCE_EPSILON)
+        metrics["critic/vf_explained_var"] = explained
+    return metrics
+
+
+def length_metrics(
+    prompt_length: Array, response_length: Array, row_valid: Array, prompt_width: int, response_width: int
+) -> Metrics:
+    """mean, max, min of lengths in tokens; `clip_ratio` is the share of rows that fill their frame.
+
+    Args:
+      prompt_length, response_length: int [B], the latter with tool output; `_non_aborted` leaves out its zeros.
+      row_valid: bool [B]
+      prompt_width, response_width: tokens, of the frames.
+    """
+
+    def lengths(name: str, length: Array, mask: Array, width: int) -> Metrics:
+        full = masked_mean((length == width).astype(jnp.float32), mask)
+        return {**_summary(name, length.astype(jnp.float32), mask), f"{name}/clip_ratio": full}
+
+    begun = row_valid & (response_length > 0)
+    return {
+        **lengths("prompt_length", prompt_length, row_valid, prompt_width),
+        **lengths("response_length", response_length, row_valid, response_width),
+        **lengths("response_length_non_aborted", response_length, begun, response_width),
+    }
+
+
+def ending_metrics(response_length: Array, finish_reason: Array, row_valid: Array) -> Metrics:
+    """`response/truncated_ratio`: rows that ended by length; `response_length_terminated`: lengths of the others.
+
+    A response may end by itself on the last slot of its frame: it counts in `response_length/clip_ratio`, not here.
+
+    Args:
+      response_length, finish_reason: int [B]
+      row_valid: bool [B]
+    """
+    truncated = finish_reason == FINISH_LENGTH
+    return {
+        "response/truncated_ratio": masked_mean(truncated.astype(jnp.float32), row_valid),
+        **_summary("response_length_terminated", response_length.astype(jnp.float32), row_valid & ~truncated),
+    }
+
+
+def group_metrics(scores: Array, valid: Array) -> Metrics:
+    """`reward_std`: mean of the groups' standard deviations; `frac_reward_zero_std`: groups of equal scores.
+
+    Args:
+      scores: float [G, n]
+      valid: bool [G, n]
+
+    >>> metrics = group_metrics(jnp.array([[1.0, 1.0], [0.0, 1.0]]), jnp.ones((2, 2), bool))
+    >>> float(metrics["frac_reward_zero_std"]), round(float(metrics["reward_std"]), 4)
+    (0.5, 0.3536)
+    """
+    groups = valid.any(-1)
+    equal = masked_max(scores, valid, axis=-1) == masked_min(scores, valid, axis=-1)
+    deviation = jnp.sqrt(masked_var(scores, valid, axis=-1))
+    return {
+        "reward_std": masked_mean(jnp.where(equal, 0.0, deviation), groups),
+        "frac_reward_zero_std": masked_mean(equal.astype(jnp.float32), groups),
+    }
+
+
+def prob_diff_metrics(old_log_probs: Array, rollout_log_probs: Array, mask: Array) -> Metrics:
+    """How far the sampler's probabilities are from the scorer's: |Δp| over the tokens, and their correlation.
+
+    Args:
+      old_log_probs, rollout_log_probs: float [B, R]
+      mask: bool [B, R]
+    """
+    old, rollout = (jnp.exp(x) for x in zero_outside(mask, old_log_probs, rollout_log_probs))
+    difference = jnp.abs(old - rollout)
+    name = "training/rollout_probs_diff"
+    return {
+        f"{name}_valid": mask.any().astype(jnp.int32),
+        f"{name}_max": masked_max(difference, mask),
+        f"{name}_mean": masked_mean(difference, mask),
+        f"{name}_std": jnp.sqrt(masked_var(difference, mask)),
+        "training/rollout_actor_probs_pearson_corr": _correlation(old, rollout, mask),
+    }
+
+
+def variance_proxy(
+    advantages: Array, old_log_probs: Array, sum_pi_squared: Array, mask: Array, grad_norm: Array
+) -> Metrics:
+    """Proxies for the policy gradient's variance, from each row's W = Σ_t (1 − 2π_t + Σ_v π²) and mean advantage Ā.
+
+    Signal: ‖g‖²; total power: E[Ā² W]; noise of the mean over N rows: (power − signal) / (N − 1), at least 0.
+
+    Args:
+      advantages, old_log_probs, sum_pi_squared: float [B, R]
+      mask: bool [B, R]; rows without tokens are left out.
+      grad_norm: float scalar
+    """
+    rows = mask.any(-1)
+    (log_probs,) = zero_outside(mask, old_log_probs)
+    w = masked_sum(1.0 - 2.0 * jnp.exp(log_probs) + sum_pi_squared, mask, axis=-1)
+    a_squared = jnp.square(masked_mean(advantages, mask, axis=-1))
+    signal, power = jnp.square(grad_norm), masked_mean(a_squared * w, rows)
+    others = jnp.maximum(rows.sum() - 1, 0).astype(power.dtype)
+    return {
+        "variance_proxy/proxy1_signal_strength": signal,
+        "variance_proxy/proxy2_total_power": power,
+        "variance_proxy/proxy3_pure_noise": jnp.maximum(safe_divide(power - signal, others), 0.0),
+        "variance_proxy/expected_a_squared": masked_mean(a_squared, rows),
+        "variance_proxy/expected_w": masked_mean(w, rows),
+    }
+
+
+# What a phase's cost is divided by: the tokens it writes, or all that it reads.
+_PER_RESPONSE_TOKEN = ("gen",)
+_PER_TOKEN = ("old_log_prob", "ref", "values", "adv", "update_critic", "update_actor")
+
+
+def timing_metrics(
+    timing: Mapping[str, float], *, total_tokens: int, response_tokens: int, n_devices: int
+) -> dict[str, float]:
+    """Seconds per phase, milliseconds per token, and tokens per second and device of the whole step.
+
+    Args:
+      timing: seconds by phase; `step` is the whole.
+      total_tokens: prompts (once per row) and responses; `perf/total_num_tokens` of `data_metrics`.
+      response_tokens: `perf/response_tokens` of `data_metrics`.
+
+    >>> metrics = timing_metrics({"gen": 2.0, "step": 4.0}, total_tokens=100, response_tokens=50, n_devices=1)
+    >>> metrics["timing_per_token_ms/gen"], metrics["perf/throughput"]
+    (40.0, 25.0)
+    """
+    metrics = {f"timing_s/{phase}": seconds for phase, seconds in timing.items()}
+    for phases, tokens in ((_PER_RESPONSE_TOKEN, response_tokens), (_PER_TOKEN, total_tokens)):
+        for phase in phases:
+            if phase in timing and tokens:
+                metrics[f"timing_per_token_ms/{phase}"] = 1000 * timing[phase] / tokens
+    if "step" in timing:
+        metrics["perf/time_per_step"] = timing["step"]
+        metrics["perf/throughput"] = total_tokens / (timing["step"] * n_devices) if timing["step"] else 0.0
+    return metrics
+
+
+def extras_metrics(extras: Sequence[Mapping[str, Any] | None]) -> dict[str, float]:
+    """Mean of every finite number that reward functions returned beside the score, over the rows that have it.
+
+    >>> extras_metrics([{"parsed": True, "text": "a"}, {"parsed": False}, None])
+    {'reward_extra/parsed/mean': 0.5}
+    """
+    found: dict[str, list[float]] = {}
+    for row in extras:
+        for name, value in (row or {}).items():
+            if isinstance(value, bool | int | float) and math.isfinite(value):
+                found.setdefault(name, []).append(float(value))
+    return {f"reward_extra/{name}/mean": sum(values) / len(values) for name, values in found.items()}
+
+
+def _summary(name: str, x: Array, mask: Array) -> Metrics:
+    return {
+        f"{name}/mean": masked_mean(x, mask),
+        f"{name}/max": masked_max(x, mask),
+        f"{name}/min": masked_min(x, mask),
+    }
+
+
+def _correlation(x: Array, y: Array, mask: Array) -> Array:
+    """Pearson's, over the mask; 0 where one of them is constant."""
+    dx, dy = zero_outside(mask, x - masked_mean(x, mask), y - masked_mean(y, mask))
+    return safe_divide((dx * dy).sum(), jnp.sqrt(jnp.square(dx).sum() * jnp.square(dy).sum()))
+
+
+def _given(evidence: Array | None) -> Array:
+    assert evidence is not None  # `Batch.require` has said so with a message
+    return evidence

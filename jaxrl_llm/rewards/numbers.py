@@ -1,0 +1,101 @@
+"""Rewards for a right number. Nothing is evaluated, no expression backtracks, and what is read is bounded."""
+
+from __future__ import annotations
+
+import collections
+import re
+from collections.abc import Iterator
+from fractions import Fraction
+
+from jaxrl_llm.rewards.forms import Record
+from jaxrl_llm.rewards.gold import gold_answer
+
+LAST_CHARACTERS = 10_000  # of a response that are read: an answer stands at the end
+MOST_DIGITS = 300  # of a number; a longer one is never right
+
+FRAC = re.compile(r"\\[dt]?frac\{(-?[0-9]{1,300})\}\{([0-9]{1,300})\}")
+NUMBER = re.compile(
+    r"""
+    ( (?<![A-Za-z0-9_)\]}]) [-−] )?      # a minus is a sign unless something stands before it: 5-3
+    \\?\$?                               # $5, -$5, \$5
+    (?<![A-Za-z0-9_]) (?<![0-9]\.)       # not within a word (CO2) or a number (1.2.3)
+    (
+      (?: [0-9]{1,3}+ (?: ,[0-9]{3} )++ (?![0-9]) | [0-9]++ ) (?: \.[0-9]++ )?   # 1,234.5
+      | (?<!\.) \.[0-9]++                                                        # .5
+    )
+    (?! \.[0-9] )
+    ( [eE][-+]?[0-9]{1,3}+ (?![A-Za-z0-9]) )? (?! [eE][-+]?[0-9] )
+    ( / [0-9]++ (?! [.,]?[0-9] ) )?      # 3/4
+    """,
+    re.VERBOSE,
+)
+
+
+def number(prompt: str, response: str, record: Record) -> float:
+    """1 if the last number in the response is the gold one, whatever their spelling ($1,234.50 is 1234.5), else 0.
+
+    >>> number("", "3+4=7, so there are 7.", {"answer": "7"}), number("", "7 is less than 8", {"answer": "7"})
+    (1.0, 0.0)
+    """
+    return float(last_number(response) == _gold_number(record))
+
+
+def last_integer(prompt: str, response: str, record: Record) -> float:
+    """1 if the last whole number in the response is the gold one, else 0."""
+    found = [value for value in numbers(response) if value is not None and value.denominator == 1]
+    return float(bool(found) and found[-1] == _gold_number(record))
+
+
+def gsm8k(prompt: str, response: str, record: Record) -> float:
+    """1 if the response gives the gold number: after its last ####, on that line, or as its last number without one.
+
+    >>> gsm8k("", "Half of 14 is 7.\\n#### 7\\nI checked it 2 times.", {"answer": "14/2=7\\n#### 7"})
+    1.0
+    """
+    _, marker, after = response[-LAST_CHARACTERS:].rpartition("####")
+    found = next(numbers(after.split("\n", 1)[0]), None) if marker else last_number(after)
+    return float(found == _gold_number(record))
+
+
+def last_number(text: str) -> Fraction | None:
+    """The last number in a text; None if there is none, or one that is too long or has the denominator 0.
+
+    >>> last_number("from $1,200 down to -$3.50.")
+    Fraction(-7, 2)
+    >>> last_number(r"\\\\frac{3}{4} of it"), last_number("CO2"), last_number("5-3")
+    (Fraction(3, 4), None, Fraction(3, 1))
+    """
+    return next(iter(collections.deque(numbers(text), maxlen=1)), None)
+
+
+def numbers(text: str) -> Iterator[Fraction | None]:
+    """The numbers of a text in order; None for one that is too long or has the denominator 0."""
+    for match in NUMBER.finditer(FRAC.sub(r" \1/\2", text[-LAST_CHARACTERS:])):
+        yield _value(match)
+
+
+def parse_number(text: str) -> Fraction | None:
+    """The value of a text that is a number and nothing else.
+
+    >>> parse_number("$1,234.0"), parse_number("7 apples")
+    (Fraction(1234, 1), None)
+    """
+    match = NUMBER.fullmatch(FRAC.sub(r"\1/\2", text.strip())) if len(text) <= LAST_CHARACTERS else None
+    return _value(match) if match else None
+
+
+def _value(match: re.Match[str]) -> Fraction | None:
+    sign, digits, exponent, denominator = match.groups(default="")
+    divisor = denominator[1:] or "1"
+    if max(len(digits), len(divisor)) > MOST_DIGITS or not divisor.strip("0"):
+        return None
+    value = Fraction(digits.replace(",", "") + exponent) / int(divisor)
+    return -value if sign else value
+
+
+def _gold_number(record: Record) -> Fraction:
+    gold = gold_answer(record)
+    value = last_number(gold)
+    if value is None:
+        raise ValueError(f"the record's answer {gold!r:.60} holds no number")
+    return value

@@ -1,0 +1,51 @@
+"""Reward functions by name."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from jaxrl_llm import dotted
+from jaxrl_llm.errors import UserError, nearest
+from jaxrl_llm.rewards import numbers, text
+
+BUILT_IN: dict[str, Callable[..., Any]] = {
+    "number": numbers.number,
+    "last_integer": numbers.last_integer,
+    "gsm8k": numbers.gsm8k,
+    "boxed": text.boxed,
+    "exact": text.exact,
+    "format": text.format_reward,
+}
+
+
+def resolve(name: str) -> Callable[..., Any]:
+    """The function that a name stands for: a built-in one, `module:function`, `module.function` or `file.py:function`.
+
+    Arguments may follow, as in `format(pattern='…')`.
+
+    Raises:
+      UserError: there is none of that name (naming the nearest), or it does not take the arguments.
+
+    >>> resolve("number")("What is 3+4?", "It is 7.", {"answer": "7"})
+    1.0
+    """
+    path, arguments = dotted.split_call(name)
+    if path in BUILT_IN:
+        function = BUILT_IN[path]
+    elif ":" in path or "." in path:
+        function = dotted.load(path)
+    else:
+        raise UserError(f"no built-in reward {path!r}; {nearest(path, BUILT_IN)}; or module:function")
+    if not arguments:
+        return function
+    known = inspect.signature(function).parameters
+    for argument in arguments:
+        if argument not in known:
+            raise UserError(f"reward {path!r} has no argument {argument!r}; {nearest(argument, known)}")
+    bound = functools.partial(function, **arguments)
+    if marked := getattr(function, "reward_form", None):
+        bound.reward_form = marked  # type: ignore[attr-defined]
+    return bound

@@ -1,0 +1,152 @@
+"""Several reward functions with weights, each applied to the rows that are its own."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import numpy as np
+
+from jaxrl_llm.errors import UserError
+from jaxrl_llm.rewards.forms import Form, Record, call, form_of
+from jaxrl_llm.rewards.registry import resolve
+
+
+@dataclasses.dataclass(frozen=True)
+class Scores:
+    """What the reward functions say of B rows."""
+
+    scores: np.ndarray  # float32 [B, K], not weighted; 0 where a function does not apply or has failed
+    valid: np.ndarray  # bool [B], False where a function failed or none applies
+    extras: list[dict[str, Any]]  # B, {"function/key": value}
+    failures: list[str]  # why, the first failure first: a traceback, or what was wrong with the value
+
+    @property
+    def num_failed(self) -> int:
+        return int((~self.valid).sum())
+
+
+@dataclasses.dataclass(frozen=True)
+class Reward:
+    """One column of the scores."""
+
+    name: str
+    function: Callable[..., Any]
+    form: Form
+    weight: float
+    data_sources: tuple[str, ...]  # empty: all
+
+    def applies_to(self, record: Record) -> bool:
+        """Rows without a data_source are scored by every function."""
+        source = record.get("data_source")
+        return not self.data_sources or source is None or source in self.data_sources
+
+
+@dataclasses.dataclass(frozen=True)
+class RewardSet:
+    """K reward functions. `score` calls those over text; `jax_functions` are the steps' to call."""
+
+    rewards: tuple[Reward, ...]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(reward.name for reward in self.rewards)
+
+    @property
+    def weights(self) -> np.ndarray:
+        """float32 [K]"""
+        return np.array([reward.weight for reward in self.rewards], np.float32)
+
+    @property
+    def jax_functions(self) -> dict[int, Callable[..., Any]]:
+        """column -> function over arrays"""
+        return {k: reward.function for k, reward in enumerate(self.rewards) if reward.form == "jax"}
+
+    def check(self, records: Iterable[Record]) -> None:
+        """Looks for records that no function scores; to be called before the first step.
+
+        Raises:
+          UserError: naming the first data_source that no function takes.
+        """
+        known = sorted({source for reward in self.rewards for source in reward.data_sources})
+        for record in records:
+            if not any(reward.applies_to(record) for reward in self.rewards):
+                source = record.get("data_source")
+                raise UserError(f"reward.data_sources: no function scores {source!r} (known: {', '.join(known)})")
+
+    def score(self, prompts: Sequence[str], responses: Sequence[str], records: Sequence[Record]) -> Scores:
+        """Scores B rows; a row that fails does so alone.
+
+        Raises:
+          UserError: a function returned something that is no score, or a wrong number of them.
+        """
+        rows = len(responses)
+        scores = np.zeros((rows, len(self.rewards)), np.float32)
+        applied, failed = np.zeros(rows, np.bool_), np.zeros(rows, np.bool_)
+        extras: list[dict[str, Any]] = [{} for _ in range(rows)]
+        failures: list[str] = []
+        for column, reward in enumerate(self.rewards):
+            own = [row for row in range(rows) if reward.applies_to(records[row])]
+            applied[own] = True
+            if reward.form == "jax" or not own:
+                continue
+            results = call(
+                reward.function,
+                reward.form,
+                reward.name,
+                [prompts[row] for row in own],
+                [responses[row] for row in own],
+                [records[row] for row in own],
+            )
+            for row, result in zip(own, results, strict=True):
+                extras[row] |= {f"{reward.name}/{key}": value for key, value in result.extras.items()}
+                if result.failure is None:
+                    scores[row, column] = result.score
+                else:
+                    failed[row] = True
+                    failures.append(f"row {row}, {result.failure}")
+        for row in np.flatnonzero(~applied).tolist():
+            failures.append(f"row {row}: no reward function takes data_source {records[row].get('data_source')!r}")
+        return Scores(scores, applied & ~failed, extras, failures)
+
+
+def make_rewards(
+    functions: Sequence[str | Callable[..., Any]], weights: Sequence[float] = (), data_sources: Sequence[str] = ()
+) -> RewardSet:
+    """The reward functions of a run.
+
+    Args:
+      functions: what `resolve` takes, or functions themselves.
+      weights: factor of each in the total score; none: 1 each.
+      data_sources: for each the records' data_source that it scores, several separated by commas, "" for all.
+
+    Raises:
+      UserError: an unknown name, a function of no known form, or lists of different lengths.
+
+    >>> rewards = make_rewards(["number", "exact"], weights=[1.0, 0.5])
+    >>> rewards.score(["What is 3+4?"], ["It is 7."], [{"answer": "7"}]).scores.tolist()
+    [[1.0, 0.0]]
+    """
+    if not functions:
+        raise UserError("reward.functions: at least one reward must be given")
+    for key, values in (("weights", weights), ("data_sources", data_sources)):
+        if values and len(values) != len(functions):
+            raise UserError(f"reward.{key}: {len(values)} values for {len(functions)} functions")
+    rewards: list[Reward] = []
+    for i, given in enumerate(functions):
+        function = resolve(given) if isinstance(given, str) else given
+        name = given.partition("(")[0] if isinstance(given, str) else getattr(given, "__name__", type(given).__name__)
+        name = name.replace(":", ".").rpartition(".")[2]
+        same = sum(reward.name.partition("#")[0] == name for reward in rewards)
+        sources = [source.strip() for source in (data_sources[i] if data_sources else "").split(",")]
+        rewards.append(
+            Reward(
+                name=f"{name}#{same + 1}" if same else name,
+                function=function,
+                form=form_of(function, str(given) if isinstance(given, str) else name),
+                weight=float(weights[i]) if weights else 1.0,
+                data_sources=tuple(source for source in sources if source),
+            )
+        )
+    return RewardSet(tuple(rewards))

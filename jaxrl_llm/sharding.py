@@ -1,0 +1,136 @@
+"""Where arrays live: the mesh, the rules from logical axes to mesh axes, and the constraints that keep activations there.
+
+Mesh axes: `data` (rows), `fsdp` (rows, and parameters cut along their `embed` axis), `tensor` (heads, mlp, vocabulary).
+Rows of a batch are spread over data and fsdp together. On one device every rule is the identity.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from jaxrl_llm.errors import UserError
+from jaxrl_llm.types import Array, Param, Prompts
+
+AXES = ("data", "fsdp", "tensor")
+BATCH_AXES = ("data", "fsdp")
+RULES: dict[str, str | tuple[str, ...]] = {
+    "batch": BATCH_AXES,
+    "embed": "fsdp",
+    "heads": "tensor",
+    "kv_heads": "tensor",
+    "mlp": "tensor",
+    "vocab": "tensor",
+}  # any other logical axis ("layers", None) is not cut
+
+
+def make_mesh(*, data: int, fsdp: int, tensor: int, devices: Sequence[jax.Device] | None = None) -> Mesh:
+    """The device mesh; one axis may be −1 and takes the devices that the others leave.
+
+    Raises:
+      UserError: naming the mesh.* keys, if the axes do not multiply to the number of devices.
+    """
+    devices = jax.devices() if devices is None else list(devices)
+    sizes = {"data": data, "fsdp": fsdp, "tensor": tensor}
+    open_axes = [name for name, size in sizes.items() if size == -1]
+    fixed = math.prod(size for size in sizes.values() if size != -1)
+    stated = ", ".join(f"mesh.{name}={size}" for name, size in sizes.items())
+    if len(open_axes) > 1 or fixed < 1 or len(devices) % fixed:
+        raise UserError(f"{stated}: does not divide {len(devices)} devices (at most one axis may be -1)")
+    if open_axes:
+        sizes[open_axes[0]] = len(devices) // fixed
+    elif fixed != len(devices):
+        raise UserError(f"{stated}: takes {fixed} devices, {len(devices)} are there (-1 fills an axis)")
+    shape = tuple(sizes.values())
+    return jax.make_mesh(shape, AXES, axis_types=(AxisType.Auto,) * len(AXES), devices=devices)
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """Shardings on one mesh."""
+
+    mesh: Mesh
+
+    @classmethod
+    def single(cls) -> Layout:
+        """One device, on which nothing is cut."""
+        return cls(make_mesh(data=1, fsdp=1, tensor=1, devices=jax.devices()[:1]))
+
+    @property
+    def batch_shards(self) -> int:
+        """Over how many parts the rows of a batch are spread."""
+        return math.prod(self.mesh.shape[axis] for axis in BATCH_AXES)
+
+    @property
+    def replicated(self) -> NamedSharding:
+        return NamedSharding(self.mesh, PartitionSpec())
+
+    @property
+    def rows(self) -> NamedSharding:
+        """Leading axis over data and fsdp, the rest whole."""
+        return NamedSharding(self.mesh, PartitionSpec(BATCH_AXES))
+
+    def named(self, axes: tuple[str | None, ...]) -> NamedSharding:
+        return NamedSharding(self.mesh, PartitionSpec(*(RULES.get(axis) if axis else None for axis in axes)))
+
+    def constrain(self, x: Array, axes: tuple[str | None, ...]) -> Array:
+        """x, kept in the layout of its logical axes (for use under jit)."""
+        return x if self.mesh.size == 1 else jax.lax.with_sharding_constraint(x, self.named(axes))
+
+    def constrain_rows(self, tree: Any) -> Any:
+        """Every leaf, kept with its leading axis over data and fsdp."""
+        if self.mesh.size == 1:
+            return tree
+        return jax.tree.map(lambda x: jax.lax.with_sharding_constraint(x, self.rows), tree)
+
+    def params(self, declaration: Any) -> Any:
+        """The sharding of each declared parameter.
+
+        Raises:
+          UserError: naming the parameter, where a mesh axis does not divide the axis that it cuts.
+        """
+
+        def one(path: Any, leaf: Param) -> NamedSharding:
+            for size, axis in zip(leaf.shape, leaf.axes, strict=True):
+                rule = RULES.get(axis) if axis else None
+                parts = self.mesh.shape[rule] if isinstance(rule, str) else 1
+                if size % parts:
+                    name = jax.tree_util.keystr(path, simple=True, separator=".")
+                    raise UserError(
+                        f"mesh.{rule}={parts} does not divide axis {axis!r} ({size}) of {name} {list(leaf.shape)}"
+                    )
+            return self.named(leaf.axes)
+
+        return jax.tree_util.tree_map_with_path(one, declaration, is_leaf=lambda x: isinstance(x, Param))
+
+    def optimizer(self, optimizer: optax.GradientTransformation, declaration: Any) -> Any:
+        """The sharding of each leaf of the optimizer's state: a parameter's moments lie where the parameter lies."""
+        state = jax.eval_shape(optimizer.init, abstract(declaration))
+        return optax.tree.map_params(
+            optimizer,
+            lambda _, sharding: sharding,
+            state,
+            self.params(declaration),
+            transform_non_params=lambda _: self.replicated,
+        )
+
+    def put_rows(self, tree: Any) -> Any:
+        """Host arrays, of which every process holds its own part, as arrays spread over the mesh along the leading axis."""
+        return jax.tree.map(lambda x: jax.make_array_from_process_local_data(self.rows, np.asarray(x)), tree)
+
+    def put_prompts(self, prompts: Prompts) -> Prompts:
+        return self.put_rows(prompts)
+
+
+def abstract(declaration: Any) -> Any:
+    """The shapes and dtypes of declared parameters."""
+    return jax.tree.map(
+        lambda p: jax.ShapeDtypeStruct(p.shape, p.dtype), declaration, is_leaf=lambda x: isinstance(x, Param)
+    )

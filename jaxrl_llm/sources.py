@@ -1,0 +1,200 @@
+"""Where records come from. A source is a sequence of records that can say where each of them stands."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+
+from jaxrl_llm import dotted
+from jaxrl_llm.errors import UserError, nearest
+
+Record = Mapping[str, Any]
+
+
+@runtime_checkable
+class Source(Protocol):
+    """Records by index, each in a form that may be read many times."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int, /) -> Record: ...
+
+    def where(self, index: int) -> str:
+        """How an error names a record: "train.jsonl:17"."""
+        ...
+
+
+def open_source(spec: str | Path | Source | Sequence[Record], kwargs: Mapping[str, Any] | None = None) -> Source:
+    """The source that a name stands for, or a sequence of records (a grain.MapDataset too) as one.
+
+    - `file.jsonl` (one JSON object a line) and `file.parquet`
+    - `folder`, `folder:split`: a dataset that `datasets.save_to_disk` wrote
+    - `hf:name`, `hf:name:config:split`: a dataset of the Hugging Face hub; the split is "train" if none is given
+    - `module:function`, `module:function(key=value)`, `file.py:function`: a function that returns a sequence of records
+
+    `kwargs` are further arguments of the function, or of `datasets.load_dataset`; what the name says goes first.
+
+    Raises:
+      UserError: what is named does not exist, cannot be reached, or is not a sequence of records.
+    """
+    if isinstance(spec, Source):
+        return spec
+    if not isinstance(spec, str | Path):
+        return RecordSequence(spec, "record")
+    name = str(spec)
+    path = Path(name).expanduser()
+    if name.startswith("hf:"):
+        return _from_hub(name, kwargs or {})
+    if path.suffix in (".jsonl", ".json", ".parquet"):
+        if not path.is_file():
+            beside = [file.name for file in path.parent.iterdir()] if path.parent.is_dir() else []
+            close = difflib.get_close_matches(path.name, beside, n=1)
+            raise UserError(f"there is no file {name!r}" + (f"; did you mean {close[0]!r}?" if close else ""))
+        return ParquetFile(path) if path.suffix == ".parquet" else JsonLines(path)
+    folder, _, split = name.partition(":")
+    if Path(folder).expanduser().is_dir():
+        return _from_folder(Path(folder).expanduser(), split)
+    if ":" in name:
+        return _from_function(name, kwargs or {})
+    raise UserError(
+        f"{name!r} is no source: expected a .jsonl or .parquet file, a dataset folder, hf:NAME, or module:function"
+    )
+
+
+class RecordSequence:
+    """A sequence of records that stands anywhere but in a JSONL file."""
+
+    def __init__(self, records: Any, label: str) -> None:
+        if not (hasattr(records, "__len__") and hasattr(records, "__getitem__")) or isinstance(records, str | Mapping):
+            raise UserError(f"{label}: expected a sequence of records (dicts), found {type(records).__name__}")
+        self._records, self._label = records, label
+
+    def __len__(self) -> int:
+        return len(self._records)
+
+    def __getitem__(self, index: int) -> Record:
+        record = self._records[index]
+        if not isinstance(record, Mapping):
+            raise UserError(f"{self.where(index)}: expected a dict, found {type(record).__name__}")
+        return record
+
+    def where(self, index: int) -> str:
+        return f"{self._label} [{index}]"
+
+
+class JsonLines:
+    """One JSON object a line; empty lines do not count. Only the lines' positions are held in memory."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        starts, lines, at = [], [], 0
+        with path.open("rb") as file:
+            for number, line in enumerate(file, 1):
+                if line.strip():
+                    starts.append(at)
+                    lines.append(number)
+                at += len(line)
+        self._starts, self._lines = np.array(starts, np.int64), np.array(lines, np.int64)
+
+    def __len__(self) -> int:
+        return len(self._starts)
+
+    def __getitem__(self, index: int) -> Record:
+        with self._path.open("rb") as file:
+            file.seek(self._starts[index], os.SEEK_SET)
+            line = file.readline()
+        try:
+            record = json.loads(line.decode("utf-8-sig"))
+        except (ValueError, RecursionError) as error:
+            shown = line.strip()[:60].decode(errors="replace")
+            raise UserError(f"{self.where(index)}: not a JSON object on one line: {error}; found {shown!r}") from error
+        if not isinstance(record, dict):
+            raise UserError(f"{self.where(index)}: expected a JSON object, found {type(record).__name__}")
+        return record
+
+    def where(self, index: int) -> str:
+        return f"{self._path}:{self._lines[index]}"
+
+
+class ParquetFile:
+    """A row a record, verl's schema (prompt, data_source, reward_model, extra_info) unchanged."""
+
+    def __init__(self, path: Path) -> None:
+        import pyarrow
+        import pyarrow.parquet
+
+        self._path = path
+        try:
+            # One chunk a column: looking up a row among many chunks would be a search each time.
+            self._table = pyarrow.parquet.read_table(path).combine_chunks()
+        except pyarrow.ArrowException as error:
+            raise UserError(f"{path}: not a Parquet file: {error}") from error
+
+    def __len__(self) -> int:
+        return self._table.num_rows
+
+    def __getitem__(self, index: int) -> Record:
+        return {name: self._table[name][index].as_py() for name in self._table.column_names}
+
+    def where(self, index: int) -> str:
+        return f"{self._path}, row {index}"
+
+
+def _from_folder(folder: Path, split: str) -> Source:
+    datasets = _import_datasets(str(folder))
+    try:
+        found = datasets.load_from_disk(str(folder))
+    except Exception as error:
+        raise UserError(f"{folder}: not a dataset folder as datasets.save_to_disk writes it: {error}") from error
+    label = f"{folder}:{split}" if split else str(folder)
+    return RecordSequence(_pick_split(found, split, label), label)
+
+
+def _from_hub(name: str, kwargs: Mapping[str, Any]) -> Source:
+    _, repository, *rest = name.split(":")
+    if len(rest) > 2:
+        raise UserError(f"{name!r}: expected hf:NAME, hf:NAME:CONFIG or hf:NAME:CONFIG:SPLIT")
+    named = {key: value for key, value in zip(("name", "split"), rest, strict=False) if value}
+    datasets = _import_datasets(name)
+    try:
+        found = datasets.load_dataset(repository, **{"split": "train", **kwargs, **named})
+    except Exception as error:  # network, authentication, unknown names: the library raises many kinds
+        raise UserError(
+            f"{name}: cannot load it from the Hugging Face hub: {type(error).__name__}: {error}. "
+            "Where the hub is out of reach, give a .jsonl or .parquet file instead."
+        ) from error
+    return RecordSequence(_pick_split(found, "", name), name)
+
+
+def _pick_split(found: Any, split: str, label: str) -> Any:
+    if not isinstance(found, dict):  # a Dataset; a DatasetDict is a dict
+        if split:
+            raise UserError(f"{label}: the dataset has no splits, so none can be named")
+        return found
+    if split not in found:
+        known = nearest(split, found) if split else f"name one of its splits: {', '.join(found)}"
+        raise UserError(f"{label}: {known}")
+    return found[split]
+
+
+def _import_datasets(label: str) -> Any:
+    try:
+        import datasets
+    except ImportError as error:
+        raise UserError(f"{label}: reading it needs the datasets library: pip install datasets") from error
+    return datasets
+
+
+def _from_function(name: str, kwargs: Mapping[str, Any]) -> Source:
+    path, arguments = dotted.split_call(name)
+    function = dotted.load(path)
+    try:
+        return RecordSequence(function(**{**kwargs, **arguments}), name)
+    except TypeError as error:
+        raise UserError(f"{name}: {error}") from error

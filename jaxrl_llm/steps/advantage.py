@@ -1,0 +1,121 @@
+"""From scores to advantages: where the score sits, KL in the reward, rollout correction, the estimator."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import chex
+import jax.numpy as jnp
+
+from jaxrl_llm.algorithms.advantages import AdvantageInputs, Estimator, adaptive_kl_update, kl_in_reward
+from jaxrl_llm.algorithms.correction import rollout_correction
+from jaxrl_llm.config import Algorithm, KLControl
+from jaxrl_llm.steps.update import Metrics
+from jaxrl_llm.types import FINISH_LENGTH, Array, Batch
+
+
+def write_scores(batch: Batch, scores: Array, row_valid: Array, weights: tuple[float, ...]) -> Batch:
+    """Writes the reward phase's evidence.
+
+    Args:
+      scores: float32 [B, K], one column per reward function, or [B, R] per token with `weights` empty.
+      row_valid: bool [B], False where the reward failed.
+      weights: factor of each column in the score.
+
+    The weighted sum sits on the last of the response's own tokens, unless the reward gave one per token. Rows that are
+    not valid, and filler rows, score 0 whatever stands in them.
+    """
+    rows, width = batch.responses.shape
+    row_valid = row_valid & jnp.repeat(batch.prompt_valid, batch.n, total_repeat_length=rows)
+    scores = jnp.where(row_valid[:, None], scores, 0).astype(jnp.float32)
+    if weights:
+        chex.assert_shape(scores, (rows, len(weights)))
+        total = scores @ jnp.asarray(weights, jnp.float32)
+        last = jnp.where(batch.response_mask, jnp.arange(width)[None, :], -1).max(1)
+        token_level = jnp.where(jnp.arange(width)[None, :] == last[:, None], total[:, None], 0)
+    else:
+        chex.assert_shape(scores, (rows, width))
+        token_level = jnp.where(batch.response_mask, scores, 0)
+        scores = token_level.sum(1, keepdims=True)
+    return batch.write("reward", scores=scores, row_valid=row_valid, token_level_scores=token_level)
+
+
+def compute_advantages(
+    batch: Batch, kl_coef: Array, *, estimator: Estimator, settings: Algorithm, options: dict[str, Any]
+) -> tuple[Batch, Array, Metrics]:
+    """Writes `token_level_rewards`, `rollout_is_weights`, `loss_mask`, `advantages`, `returns`.
+
+    Args:
+      kl_coef: float32 [], of the KL in the reward.
+      options: the estimator's keyword arguments.
+
+    Returns:
+      the batch, the KL coefficient for the next step, and metrics.
+    """
+    batch.require("token_level_scores", "row_valid", *_fields(estimator), phase="adv")
+    assert batch.token_level_scores is not None and batch.row_valid is not None
+    mask = batch.response_mask & batch.row_valid[:, None]
+    metrics: Metrics = {}
+    rewards = jnp.where(mask, batch.token_level_scores, 0)
+    if settings.use_kl_in_reward:
+        batch.require("old_log_probs", "ref_log_prob", phase="adv")
+        assert batch.old_log_probs is not None and batch.ref_log_prob is not None
+        rewards, current_kl = kl_in_reward(
+            rewards, batch.old_log_probs, batch.ref_log_prob, mask, coef=kl_coef, kind=settings.kl_penalty
+        )
+        metrics |= {"actor/reward_kl_penalty": current_kl, "actor/reward_kl_penalty_coeff": kl_coef}
+        kl_coef = _next_kl_coef(settings.kl_ctrl, kl_coef, current_kl, mask)
+
+    weights, loss_mask = None, mask
+    if settings.mask_truncated:
+        loss_mask = loss_mask & (batch.finish_reason != FINISH_LENGTH)[:, None]
+    correction = settings.rollout_correction
+    if correction.rollout_is != "none" or correction.rollout_rs != "none":
+        batch.require("old_log_probs", "rollout_log_probs", phase="adv")
+        assert batch.old_log_probs is not None and batch.rollout_log_probs is not None
+        weights, loss_mask, mismatch = rollout_correction(
+            batch.old_log_probs,
+            batch.rollout_log_probs,
+            loss_mask,
+            rollout_is=correction.rollout_is,
+            rollout_is_threshold=correction.rollout_is_threshold,
+            rollout_is_batch_normalize=correction.rollout_is_batch_normalize,
+            rollout_rs=correction.rollout_rs,
+            rollout_rs_threshold=correction.rollout_rs_threshold,
+        )
+        metrics |= mismatch
+
+    advantages, returns = estimator(
+        AdvantageInputs(
+            rewards=rewards,
+            mask=mask,
+            uid=batch.uid,
+            values=batch.values,
+            scores=batch.scores,
+            reward_baselines=batch.reward_baselines,
+            old_log_probs=batch.old_log_probs,
+            sum_pi_squared=batch.sum_pi_squared,
+            rollout_is_weights=weights,
+        ),
+        **options,
+    )
+    batch = batch.write(
+        "adv",
+        token_level_rewards=rewards,
+        rollout_is_weights=weights,
+        loss_mask=loss_mask,
+        advantages=advantages,
+        returns=returns,
+    )
+    return batch, kl_coef, metrics
+
+
+def _fields(estimator: Estimator) -> tuple[str, ...]:
+    return tuple(name for name in estimator.needs if name != "rollout_is_weights")
+
+
+def _next_kl_coef(control: KLControl, coef: Array, current_kl: Array, mask: Array) -> Array:
+    if control.type == "fixed":
+        return coef
+    rows = mask.any(1).sum().astype(jnp.float32)
+    return adaptive_kl_update(coef, current_kl, target=control.target_kl, horizon=control.horizon, n_rows=rows)

@@ -1,0 +1,301 @@
+"""The phases of a config, each a pure function ready for `jax.jit`; built once, before anything is traced."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jaxrl_llm.algorithms.advantages import Estimator
+from jaxrl_llm.algorithms.log_probs import TokenStats
+from jaxrl_llm.config import Actor, Config, Critic, Optimizer, need_critic, need_reference
+from jaxrl_llm.config_rules import chosen_estimator, chosen_policy_loss
+from jaxrl_llm.metrics import data_metrics
+from jaxrl_llm.models.transformer import stack_layers, unstack_layers
+from jaxrl_llm.sharding import Layout
+from jaxrl_llm.steps.advantage import compute_advantages
+from jaxrl_llm.steps.objectives import make_actor_loss, make_critic_loss
+from jaxrl_llm.steps.optimizer import make_optimizer, make_schedule
+from jaxrl_llm.steps.rollout import StopRules, no_stop_rules, rollout
+from jaxrl_llm.steps.sampling import Sampling
+from jaxrl_llm.steps.scoring import in_micro_batches, score_tokens, score_values
+from jaxrl_llm.steps.update import LossFn, Metrics, UpdateFn, make_update, mini_batches
+from jaxrl_llm.types import Array, Batch, Model, Params, Prompts, RunState, TrainState
+
+ScoreFn = Callable[[Params, Batch], Batch]
+
+
+@dataclasses.dataclass(frozen=True)
+class Updates:
+    """How one model is trained in a step: its optimizer, one mini-batch's update, and which mini-batches there are."""
+
+    optimizer: optax.GradientTransformation
+    update: UpdateFn
+    order: Callable[[Array], Array]  # key -> int32 [updates of a step, prompts of a mini-batch]
+
+    def init(self, params: Params) -> TrainState:
+        zero = jnp.int32(0)
+        return TrainState(params=params, opt_state=self.optimizer.init(params), updates=zero, skipped=zero)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Program:
+    """The phases of a config; None where the config has no such phase."""
+
+    config: Config
+    layout: Layout
+    actor_model: Model
+    critic_model: Model | None
+    stops: StopRules
+    update_weights: Callable[[Params], Params]  # actor parameters -> the sampler's view of them
+    gen: Callable[[Params, Prompts, Array, StopRules], Batch]
+    old_log_prob: ScoreFn | None
+    ref: ScoreFn | None
+    values: ScoreFn | None
+    adv: Callable[[Batch, Array], tuple[Batch, Array, Metrics]]
+    critic: Updates | None
+    actor: Updates
+
+    def init(self, actor: Params, critic: Params | None = None, reference: Params | None = None) -> RunState:
+        """The state before the first step; a reference that is not given is a copy of the actor.
+
+        Raises:
+          ValueError: the config has a critic and its parameters are not given.
+        """
+        if (critic is None) != (self.critic is None):
+            raise ValueError(f"the config has {'no critic' if self.critic is None else 'a critic'}, its parameters differ")
+        if self.ref is None:
+            reference = None
+        elif reference is None:
+            # Donated buffers must not be shared between the actor and what outlives its update.
+            reference = jax.tree.map(jnp.copy, actor)
+        return RunState(
+            actor=self.actor.init(actor),
+            critic=self.critic.init(critic) if self.critic else None,
+            reference=reference,
+            kl_coef=jnp.float32(self.config.algorithm.kl_ctrl.kl_coef),
+            step=jnp.int32(0),
+        )
+
+
+def make_program(
+    config: Config,
+    actor: Model,
+    critic: Model | None = None,
+    *,
+    layout: Layout | None = None,
+    stops: StopRules | None = None,
+    total_steps: int | None = None,
+) -> Program:
+    """The phases of a config.
+
+    Args:
+      actor: a model with a "logits" head; critic: one with a "value" head, where the config has a critic.
+      layout: keeps rows spread over a mesh; None is one device.
+      stops: what ends a response; None is nothing but its length.
+      total_steps: for schedules that decay over the run; None is `trainer.steps`.
+    """
+    if need_critic(config) != (critic is not None):
+        raise ValueError(f"the config {'needs a critic model' if need_critic(config) else 'has no critic'}")
+    layout = layout or Layout.single()
+    steps = config.trainer.steps if total_steps is None else total_steps
+    estimator, options = chosen_estimator(config)
+    score = partial(_score, config, layout, actor)
+    return Program(
+        config=config,
+        layout=layout,
+        actor_model=actor,
+        critic_model=critic,
+        stops=no_stop_rules(actor.vocab_size) if stops is None else stops,
+        update_weights=partial(sampler_view, config),
+        gen=partial(_gen, config, layout, actor),
+        old_log_prob=_old_log_prob(config, estimator, score),
+        ref=partial(_ref, score) if need_reference(config) else None,
+        values=partial(_values, config, layout, critic) if critic else None,
+        adv=partial(_adv, config, estimator, options, critic is not None),
+        critic=_updates(config, config.critic, config.critic.optimizer, critic_loss(config, critic), layout, steps)
+        if critic
+        else None,
+        actor=_updates(config, config.actor, config.optimizer, actor_loss(config, actor, layout), layout, steps),
+    )
+
+
+# Sampling
+
+
+def sampler_view(config: Config, params: Params) -> Params:
+    """The parameters as the sampler wants them: in the compute dtype, layers apart if so configured."""
+    dtype = jnp.dtype(config.model.dtype)
+    return _enter(config, jax.tree.map(lambda x: x.astype(dtype), params))
+
+
+def train_sampling(config: Config) -> Sampling:
+    r = config.rollout
+    return Sampling(temperature=r.temperature, top_k=r.top_k, top_p=r.top_p, min_p=r.min_p)
+
+
+def _gen(config: Config, layout: Layout, actor: Model, view: Params, prompts: Prompts, key: Array, stops: StopRules) -> Batch:
+    n, width = config.rollout.n, config.rollout.response_length
+    batch = rollout(actor, view, prompts, key, n=n, width=width, sampling=train_sampling(config), stops=stops)
+    return layout.constrain_rows(batch)
+
+
+# Scoring
+
+
+def _score(
+    config: Config, layout: Layout, actor: Model, params: Params, batch: Batch, *, everything: bool = False, pi_squared: bool = False
+) -> TokenStats:
+    entered = _enter(config, params)
+
+    def score(rows: Batch) -> TokenStats:
+        return score_tokens(
+            actor,
+            entered,
+            layout.constrain_rows(rows),
+            temperature=config.rollout.temperature,
+            chunk_tokens=config.model.logprob_chunk * layout.batch_shards,
+            with_entropy=everything,
+            with_sum_pi_squared=pi_squared,
+        )
+
+    return in_micro_batches(score, batch.expand(), _score_parts(config, layout, batch.num_rows))
+
+
+def need_old_log_probs(config: Config, estimator: Estimator) -> bool:
+    """Whether the old policy's log-probs need a pass of their own.
+
+    With one epoch and one mini-batch the first update is the only one, and old is new, held constant; unless something
+    before the update asks for them.
+    """
+    once = config.actor.epochs == 1 and config.actor.mini_batch_size == config.data.train_batch_size
+    correction = config.algorithm.rollout_correction
+    corrected = correction.rollout_is != "none" or correction.rollout_rs != "none"
+    asked = {"old_log_probs", "sum_pi_squared"} & set(estimator.needs)
+    return not once or corrected or bool(asked) or config.algorithm.use_kl_in_reward
+
+
+def _old_log_prob(config: Config, estimator: Estimator, score: Callable[..., TokenStats]) -> ScoreFn | None:
+    def bypass(params: Params, batch: Batch) -> Batch:
+        del params
+        return batch.write("old_log_prob", old_log_probs=batch.rollout_log_probs)
+
+    def recompute(params: Params, batch: Batch) -> Batch:
+        stats = score(params, batch, everything=True, pi_squared="sum_pi_squared" in estimator.needs)
+        return batch.write(
+            "old_log_prob", old_log_probs=stats.log_probs, entropys=stats.entropys, sum_pi_squared=stats.sum_pi_squared
+        )
+
+    if config.algorithm.rollout_correction.bypass:
+        return bypass
+    return recompute if need_old_log_probs(config, estimator) else None
+
+
+def _ref(score: Callable[..., TokenStats], params: Params, batch: Batch) -> Batch:
+    return batch.write("ref", ref_log_prob=score(params, batch).log_probs)
+
+
+def _values(config: Config, layout: Layout, critic: Model, params: Params, batch: Batch) -> Batch:
+    entered = _enter(config, params)
+    parts = _score_parts(config, layout, batch.num_rows)
+    values = in_micro_batches(lambda r: score_values(critic, entered, layout.constrain_rows(r)), batch.expand(), parts)
+    return batch.write("values", values=values)
+
+
+def _score_parts(config: Config, layout: Layout, rows: int) -> int:
+    return _parts(rows, config.trainer.score_micro_batch_size, layout)
+
+
+def _parts(rows: int, rows_per_device: int, layout: Layout) -> int:
+    """Micro-batches that `rows` make at `rows_per_device` at a time; 0 is all at once."""
+    if rows_per_device == 0:
+        return 1
+    at_once = rows_per_device * layout.batch_shards
+    if rows % at_once:
+        raise ValueError(f"{rows} rows do not divide into micro-batches of {at_once} ({rows_per_device} per device)")
+    return rows // at_once
+
+
+# Advantages
+
+
+def _adv(
+    config: Config,
+    estimator: Estimator,
+    options: dict[str, Any],
+    use_critic: bool,
+    batch: Batch,
+    kl_coef: Array,
+) -> tuple[Batch, Array, Metrics]:
+    batch, kl_coef, metrics = compute_advantages(
+        batch, kl_coef, estimator=estimator, settings=config.algorithm, options=options
+    )
+    return batch, kl_coef, metrics | data_metrics(batch, use_critic=use_critic)
+
+
+# Updates
+
+
+def actor_loss(config: Config, actor: Model, layout: Layout) -> LossFn:
+    """The actor's loss as configured."""
+    a = config.actor
+    named, options = chosen_policy_loss(config)
+
+    def policy_loss(*evidence: Any, key: Array, **weights: Any) -> tuple[Array, Metrics]:
+        return named.fn(*evidence, **weights, **options, **({"key": key} if named.draws else {}))
+
+    return make_actor_loss(
+        actor,
+        policy_loss,
+        aggregation=a.loss_agg_mode,
+        scale_factor=a.loss_scale_factor,
+        temperature=config.rollout.temperature,
+        chunk_tokens=config.model.logprob_chunk * layout.batch_shards,
+        entropy_coeff=a.entropy_coeff,
+        kl_loss_coef=a.kl_loss_coef if a.use_kl_loss else None,
+        kl_loss_type=a.kl_loss_type,
+    )
+
+
+def critic_loss(config: Config, critic: Model) -> LossFn:
+    """The critic's loss as configured."""
+    c = config.critic
+    return make_critic_loss(
+        critic,
+        cliprange_value=c.cliprange_value,
+        aggregation=c.loss_agg_mode,
+        scale_factor=float(config.rollout.response_length),
+    )
+
+
+def _updates(
+    config: Config, role: Actor | Critic, optimizer: Optimizer, loss_fn: LossFn, layout: Layout, steps: int
+) -> Updates:
+    prompts, size = config.data.train_batch_size, role.mini_batch_size
+    total = steps * role.epochs * (prompts // size)
+    schedule, transform = make_schedule(optimizer, total), make_optimizer(optimizer, total)
+    update = make_update(
+        loss_fn,
+        transform,
+        micro_batches=_parts(size * config.rollout.n, role.micro_batch_size, layout),
+        enter=partial(_enter, config),
+        leave=lambda grads: grads if config.model.scan_layers else stack_layers(grads),
+        constrain_rows=layout.constrain_rows,
+    )
+
+    def with_rate(state: TrainState, batch: Batch, key: Array) -> tuple[TrainState, Metrics]:
+        rate = jnp.asarray(schedule(state.updates), jnp.float32)
+        state, metrics = update(state, batch, key)
+        return state, metrics | {"lr": rate}
+
+    order = partial(mini_batches, prompts=prompts, size=size, epochs=role.epochs, shuffle=role.shuffle)
+    return Updates(optimizer=transform, update=with_rate, order=order)
+
+
+def _enter(config: Config, params: Params) -> Params:
+    return params if config.model.scan_layers else unstack_layers(params)

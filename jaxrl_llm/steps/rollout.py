@@ -1,0 +1,151 @@
+"""Sampling responses: `append` puts tokens into the cache, `decode` samples until every row has stopped.
+
+Keys: the step's key is folded with the prompt's uid, then the sample's index, then the token's index, so that a row's
+draws depend on nothing but who it is: permuting the prompts permutes the responses, and two equal prompts differ.
+"""
+
+from __future__ import annotations
+
+import chex
+import jax
+import jax.numpy as jnp
+from flax import struct
+
+from jaxrl_llm.steps.sampling import Sampling, sample
+from jaxrl_llm.types import FINISH_LENGTH, FINISH_STOP, Array, Batch, DecodeState, KVCache, Model, Params, Prompts
+
+
+class StopRules(struct.PyTreeNode):
+    """What ends a response. Arrays, not constants: other ids or strings need no new program of the same shapes."""
+
+    ids: Array  # int32 [S], EOS and stop token ids; -1 is no id
+    strings: Array  # int32 [Q, V], automaton over tokens: state × token -> state; the last state means "matched"
+    min_new_tokens: Array  # int32 [], before so many tokens no id is sampled and no string ends a response
+
+
+def no_stop_rules(vocab_size: int) -> StopRules:
+    """Nothing but its length ends a response."""
+    return StopRules(
+        ids=jnp.full(1, -1, jnp.int32), strings=jnp.zeros((2, vocab_size), jnp.int32), min_new_tokens=jnp.int32(0)
+    )
+
+
+def append(model: Model, params: Params, cache: KVCache, tokens: Array, mask: Array) -> tuple[Array, KVCache]:
+    """Puts tokens int32 [B, T] where mask bool [B, T] into the cache: a prefill, or an environment's observation.
+
+    Returns:
+      hidden [B, D] of each row's last real token (undefined for a row without any), and the cache.
+    """
+    chex.assert_equal_shape([tokens, mask])
+    rows = tokens.shape[0]
+    start = jnp.repeat(cache.prompt_length, rows // cache.prompt_length.shape[0], total_repeat_length=rows) + cache.length
+    positions = start[:, None] + jnp.maximum(jnp.cumsum(mask, 1, dtype=jnp.int32) - 1, 0)
+    hidden, filled = model.forward(params, jnp.where(mask, tokens, 0), positions, mask.astype(jnp.int32), cache=cache)
+    assert filled is not None
+    last = jnp.where(mask, jnp.arange(mask.shape[1])[None, :], 0).max(1)
+    return jnp.take_along_axis(hidden, last[:, None, None], 1)[:, 0], filled
+
+
+def decode(
+    model: Model, params: Params, cache: KVCache, state: DecodeState, *, sampling: Sampling, stops: StopRules
+) -> tuple[KVCache, DecodeState]:
+    """Samples until each row has stopped or has its `max_new_tokens`. Afterwards the cache holds every token, the last one too."""
+    rows = jnp.arange(state.responses.shape[0])
+    stop_ids = jnp.where(stops.ids < 0, model.vocab_size, stops.ids)
+    is_stop = jnp.zeros(model.vocab_size, bool).at[stop_ids].set(True, mode="drop")
+    matched = stops.strings.shape[0] - 1
+
+    def step(carry: tuple[KVCache, DecodeState]) -> tuple[KVCache, DecodeState]:
+        cache, s = carry
+        active = ~s.done
+        logits = model.heads["logits"](params, s.hidden)
+        held = s.length < stops.min_new_tokens
+        logits = jnp.where(held[:, None] & is_stop[None, :], -jnp.inf, logits)
+        uniform = jax.vmap(lambda key, t: jax.random.uniform(jax.random.fold_in(key, t)))(s.key, s.length)
+        token, log_prob = sample(logits, uniform, sampling)
+
+        length = s.length + active
+        automaton = stops.strings[s.stop_state, token]
+        may_stop = length >= stops.min_new_tokens
+        automaton = jnp.where((automaton == matched) & ~may_stop, 0, automaton)
+        stopped = is_stop[token] | (automaton == matched)
+        reason = jnp.where(stopped, FINISH_STOP, jnp.where(length >= s.max_new_tokens, FINISH_LENGTH, 0))
+        slot = jnp.where(active, s.length, s.responses.shape[1])  # past the end: dropped
+
+        hidden, cache = append(model, params, cache, token[:, None], active[:, None])
+        return cache, s.replace(
+            hidden=jnp.where(active[:, None], hidden, s.hidden),
+            responses=s.responses.at[rows, slot].set(token, mode="drop"),
+            response_mask=s.response_mask.at[rows, slot].set(True, mode="drop"),
+            rollout_log_probs=s.rollout_log_probs.at[rows, slot].set(
+                log_prob.astype(s.rollout_log_probs.dtype), mode="drop"
+            ),
+            length=length,
+            stop_state=jnp.where(active, automaton, s.stop_state),
+            finish_reason=jnp.where(active, reason, s.finish_reason).astype(jnp.int32),
+        )
+
+    return jax.lax.while_loop(lambda carry: ~carry[1].done.all(), step, (cache, state))
+
+
+def start_decoding(hidden: Array, key: Array, max_new_tokens: Array, width: int) -> DecodeState:
+    """Rows that have their prompt in the cache and no response yet; a row that may sample nothing is done."""
+    rows = hidden.shape[0]
+    return DecodeState(
+        hidden=hidden,
+        key=key,
+        responses=jnp.zeros((rows, width), jnp.int32),
+        response_mask=jnp.zeros((rows, width), bool),
+        rollout_log_probs=jnp.zeros((rows, width), jnp.promote_types(hidden.dtype, jnp.float32)),
+        length=jnp.zeros(rows, jnp.int32),
+        max_new_tokens=max_new_tokens,
+        stop_state=jnp.zeros(rows, jnp.int32),
+        finish_reason=jnp.where(max_new_tokens > 0, 0, FINISH_LENGTH).astype(jnp.int32),
+    )
+
+
+def row_keys(key: Array, uid: Array, n: int) -> Array:
+    """One key per row, [G·n]: the step's key folded with uid int32 [G], then with the sample's index."""
+    per_prompt = jax.vmap(jax.random.fold_in, (None, 0))(key, uid)
+    per_row = jax.vmap(jax.vmap(jax.random.fold_in, (None, 0)), (0, None))(per_prompt, jnp.arange(n))
+    return per_row.reshape(-1)
+
+
+def rollout(
+    model: Model,
+    params: Params,
+    prompts: Prompts,
+    key: Array,
+    *,
+    n: int,
+    width: int,
+    sampling: Sampling,
+    stops: StopRules,
+) -> Batch:
+    """n responses of at most `width` tokens to each prompt. The key is consumed."""
+    groups, prompt_width = prompts.prompts.shape
+    chex.assert_shape(prompts.prompt_mask, (groups, prompt_width))
+    chex.assert_shape([prompts.uid, prompts.prompt_valid], (groups,))
+    limit = jnp.full(groups, width, jnp.int32) if prompts.max_new_tokens is None else prompts.max_new_tokens
+    limit = jnp.where(prompts.prompt_valid, jnp.clip(limit, 0, width), 0)
+
+    empty = model.init_cache(groups, prompt_width)
+    hidden, cache = append(model, params, empty, prompts.prompts, prompts.prompt_mask)
+
+    def per_row(x: Array) -> Array:
+        return jnp.repeat(x, n, axis=0, total_repeat_length=groups * n)
+
+    state = start_decoding(per_row(hidden), row_keys(key, prompts.uid, n), per_row(limit), width)
+    _, state = decode(model, params, cache.fork(n, width), state, sampling=sampling, stops=stops)
+    return Batch(
+        prompts=prompts.prompts,
+        prompt_mask=prompts.prompt_mask,
+        prompt_valid=prompts.prompt_valid,
+        record_arrays=prompts.record_arrays,
+        uid=per_row(prompts.uid),
+        responses=state.responses,
+        response_mask=state.response_mask,
+        response_length=state.length,
+        rollout_log_probs=state.rollout_log_probs,
+        finish_reason=state.finish_reason,
+    )

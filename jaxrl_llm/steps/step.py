@@ -1,0 +1,91 @@
+"""The whole step as one pure function: the phases of `phases.py` composed, for a reward that is a JAX function.
+
+    program = make_program(config, make_transformer(shape))
+    state = program.init(init_params(program.actor_model, jax.random.key(0)))
+    step = jax.jit(make_step(program, reward_fn))
+    state, metrics, batch = step(state, prompts, step_key(config.seed, 0))
+
+It can be jitted, scanned over steps and vmapped over seeds. The trainer runs the same phases one by one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import jax
+import jax.numpy as jnp
+
+from jaxrl_llm.steps.advantage import write_scores
+from jaxrl_llm.steps.phases import Program, Updates
+from jaxrl_llm.steps.update import Metrics, run_updates
+from jaxrl_llm.types import Array, Batch, Prompts, RunState, TrainState
+
+# (responses [B, R], mask [B, R], record_arrays [B, …]) -> scores [B], or [B, R] for one per token
+JaxReward = Callable[[Array, Array, Mapping[str, Array]], Array]
+StepFn = Callable[[RunState, Prompts, Array], tuple[RunState, Metrics, Batch]]
+
+# What each consumer of a step's key folds into it.
+GEN, CRITIC, ACTOR = range(3)
+
+
+def step_key(seed: int, step: int | Array) -> Array:
+    """The key of a step, from which everything random in it derives."""
+    return jax.random.fold_in(jax.random.key(seed), step)
+
+
+def jax_reward(batch: Batch, reward_fn: JaxReward) -> Batch:
+    """The reward phase for a JAX function: its scores, every row valid."""
+    rows = batch.expand()
+    scores = reward_fn(rows.responses, rows.response_mask, rows.record_arrays)
+    valid = jnp.ones(batch.num_rows, bool)
+    return write_scores(batch, scores[:, None], valid, (1.0,)) if scores.ndim == 1 else write_scores(batch, scores, valid, ())
+
+
+def make_step(program: Program, reward_fn: JaxReward) -> StepFn:
+    """step(state, prompts, key) -> (state, metrics, batch). The key is consumed; `step_key` makes one."""
+    p = program
+    warmup = p.config.critic.warmup_steps if p.critic else 0
+
+    def step(state: RunState, prompts: Prompts, key: Array) -> tuple[RunState, Metrics, Batch]:
+        view = p.update_weights(state.actor.params)
+        batch = p.gen(view, prompts, jax.random.fold_in(key, GEN), p.stops)
+        batch = jax_reward(batch, reward_fn)
+        if p.old_log_prob:
+            batch = p.old_log_prob(state.actor.params, batch)
+        if p.ref:
+            batch = p.ref(state.reference, batch)
+        if p.values and state.critic:
+            batch = p.values(state.critic.params, batch)
+        batch, kl_coef, metrics = p.adv(batch, state.kl_coef)
+        critic, actor = state.critic, state.actor
+        if p.critic and critic:
+            critic, critic_metrics = _train(p.critic, critic, batch, jax.random.fold_in(key, CRITIC))
+            metrics |= prefixed("critic", critic_metrics)
+        trained, actor_metrics = _train(p.actor, actor, batch, jax.random.fold_in(key, ACTOR))
+        if warmup:
+            # In the warm-up only the critic learns; its metrics alone mean anything then.
+            actor = jax.tree.map(lambda new, old: jnp.where(state.step < warmup, old, new), trained, actor)
+        else:
+            actor = trained
+        metrics |= prefixed("actor", actor_metrics)
+        state = RunState(
+            actor=actor, critic=critic, reference=state.reference, kl_coef=kl_coef, step=state.step + 1
+        )
+        return state, metrics, batch
+
+    return step
+
+
+def _train(updates: Updates, state: TrainState, batch: Batch, key: Array) -> tuple[TrainState, Metrics]:
+    order_key, update_key = update_phase_keys(key)
+    return run_updates(updates.update, state, batch, update_key, updates.order(order_key))
+
+
+def update_phase_keys(key: Array) -> tuple[Array, Array]:
+    """From the key of an update phase, those of its mini-batches' order and of its updates."""
+    return jax.random.fold_in(key, 0), jax.random.fold_in(key, 1)
+
+
+def prefixed(role: str, metrics: Metrics) -> Metrics:
+    """{"pg_loss": …} as {"actor/pg_loss": …}; a name that has a section keeps it."""
+    return {name if "/" in name else f"{role}/{name}": value for name, value in metrics.items()}

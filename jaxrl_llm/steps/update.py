@@ -1,0 +1,167 @@
+"""The optimizer update: one program for actor, critic and whatever else has a loss over rows.
+
+A mini-batch's loss is a sum over its rows divided by denominators of the whole mini-batch (`Norm`), fixed before the rows
+are split. Micro-batches, accumulation and shards therefore add up to one and the same gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jaxrl_llm.algorithms.losses import Norm
+from jaxrl_llm.steps.scoring import split_rows
+from jaxrl_llm.types import Array, Batch, Params, TrainState
+
+Metrics = dict[str, Array]
+
+
+class LossFn(Protocol):
+    """(params, rows, norm, key) -> (loss, metrics), all sums over the rows divided by the whole mini-batch's norm.
+
+    A metric adds up over micro-batches, unless its name ends in "_max" or "_min".
+    """
+
+    def __call__(self, params: Params, rows: Batch, norm: Norm, key: Array) -> tuple[Array, Metrics]: ...
+
+
+UpdateFn = Callable[[TrainState, Batch, Array], tuple[TrainState, Metrics]]
+
+
+def make_update(
+    loss_fn: LossFn,
+    optimizer: optax.GradientTransformation,
+    *,
+    micro_batches: int = 1,
+    enter: Callable[[Params], Params] = lambda params: params,
+    leave: Callable[[Params], Params] = lambda grads: grads,
+    constrain_rows: Callable[[Any], Any] = lambda tree: tree,
+) -> UpdateFn:
+    """update(state, mini_batch, key) -> (state, metrics): one gradient over a mini-batch and one optimizer step.
+
+    Args:
+      loss_fn: see `LossFn`.
+      optimizer: its clipping included; gets gradients in the parameters' dtype.
+      micro_batches: into how many parts the rows are split, computed one after the other; must divide their number.
+      enter, leave: change the parameters' layout for the loss and the gradient's layout back (unstacked layers).
+      constrain_rows: keeps rows spread over the mesh.
+
+    The update with a non-finite loss or gradient leaves parameters and optimizer state as they were, bit for bit, and
+    counts in `skipped`; the metrics tell: `grad_norm` (before clipping), `skipped_updates`.
+    """
+
+    def gradient(params: Params, batch: Batch, key: Array) -> tuple[Params, Array, Metrics]:
+        assert batch.loss_mask is not None
+        norm = Norm.of(batch.loss_mask)
+        value_and_grad = jax.value_and_grad(loss_fn, has_aux=True)
+        if micro_batches == 1:
+            (loss, metrics), grads = value_and_grad(params, batch, norm, key)
+            return grads, loss, metrics
+        parts = split_rows(batch, micro_batches)
+
+        def accumulate(total: Any, per_part: tuple[Array, Batch]) -> tuple[Any, None]:
+            index, rows = per_part
+            sums, loss_sum, metric_sum = total
+            (loss, metrics), grads = value_and_grad(
+                params, constrain_rows(rows), norm, jax.random.fold_in(key, index)
+            )
+            return (jax.tree.map(jnp.add, sums, grads), loss_sum + loss, combine_metrics(metric_sum, metrics)), None
+
+        first = jax.tree.map(lambda x: x[0], parts)
+        _, shapes = jax.eval_shape(loss_fn, params, first, norm, key)
+        sums = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.promote_types(p.dtype, jnp.float32)), params)
+        start = (sums, jnp.zeros((), norm.tokens.dtype), {name: _neutral(name, s) for name, s in shapes.items()})
+        (grads, loss, metrics), _ = jax.lax.scan(accumulate, start, (jnp.arange(micro_batches), parts))
+        return jax.tree.map(lambda g, p: g.astype(p.dtype), grads, params), loss, metrics
+
+    def update(state: TrainState, batch: Batch, key: Array) -> tuple[TrainState, Metrics]:
+        grads, loss, metrics = gradient(enter(state.params), batch.expand(), key)
+        grads = leave(grads)
+        grad_norm = optax.tree.norm(grads)
+        finite = jnp.isfinite(grad_norm) & jnp.isfinite(loss)
+        # Zeros instead of NaN, so that nothing non-finite is computed on the way to being thrown away.
+        grads = jax.tree.map(lambda g: jnp.where(finite, g, 0), grads)
+        changes, opt_state = optimizer.update(grads, state.opt_state, state.params)
+        params = optax.apply_updates(state.params, changes)
+
+        def keep(new: Any, old: Any) -> Any:
+            return jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, old)
+
+        state = TrainState(
+            params=keep(params, state.params),
+            opt_state=keep(opt_state, state.opt_state),
+            updates=state.updates + finite,
+            skipped=jnp.where(finite, 0, state.skipped + 1),
+        )
+        metrics = {"loss": loss, **metrics, "grad_norm": grad_norm, "skipped_updates": 1.0 - finite}
+        return state, metrics
+
+    return update
+
+
+def combine_metrics(first: Metrics, second: Metrics) -> Metrics:
+    """Metrics of two micro-batches as those of both."""
+
+    def one(name: str) -> Array:
+        if name.endswith("_max"):
+            return jnp.maximum(first[name], second[name])
+        return jnp.minimum(first[name], second[name]) if name.endswith("_min") else first[name] + second[name]
+
+    return {name: one(name) for name in first}
+
+
+def _neutral(name: str, like: jax.ShapeDtypeStruct) -> Array:
+    """What `combine_metrics` leaves another value unchanged by."""
+    start = -jnp.inf if name.endswith("_max") else jnp.inf if name.endswith("_min") else 0
+    return jnp.full(like.shape, start, like.dtype)
+
+
+def mini_batches(key: Array, *, prompts: int, size: int, epochs: int, shuffle: bool) -> Array:
+    """int32 [epochs · prompts / size, size]: the prompts of each mini-batch in order, every epoch in an order of its own."""
+    order = jnp.arange(prompts, dtype=jnp.int32)
+    epoch_keys = jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(epochs))
+    orders = jax.vmap(lambda k: jax.random.permutation(k, order) if shuffle else order)(epoch_keys)
+    return orders.reshape(-1, size)
+
+
+def run_updates(update: UpdateFn, state: TrainState, batch: Batch, key: Array, indices: Array) -> tuple[TrainState, Metrics]:
+    """The updates of one phase, as a scan over the rows of `indices`; the metrics are means over the updates.
+
+    A scan makes one program of it. The trainer calls the same `update` once per mini-batch instead (see `update_keys`).
+    """
+
+    def one(state: TrainState, per_update: tuple[Array, Array]) -> tuple[TrainState, Metrics]:
+        prompts, update_key = per_update
+        return update(state, batch.select(prompts), update_key)
+
+    state, metrics = jax.lax.scan(one, state, (indices, update_keys(key, indices.shape[0])))
+    return state, summarize(metrics)
+
+
+def update_keys(key: Array, count: int) -> Array:
+    """One key per update of a phase."""
+    return jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(count))
+
+
+def summarize(metrics: Metrics) -> Metrics:
+    """Metrics [U] of a phase's updates as one each: extremes of extremes, the count of skipped ones, means of the rest.
+
+    A skipped update's metrics are not numbers one would want in a mean: they count only if every update was skipped.
+    """
+    applied = metrics["skipped_updates"] == 0
+    weights = jnp.where(applied.any(), applied, True)
+
+    def one(name: str, values: Array) -> Array:
+        if name == "skipped_updates":
+            return values.sum()
+        if name.endswith("_max"):
+            return jnp.where(weights, values, -jnp.inf).max()
+        if name.endswith("_min"):
+            return jnp.where(weights, values, jnp.inf).min()
+        return jnp.where(weights, values, 0).sum() / weights.sum()
+
+    return {name: one(name, values) for name, values in metrics.items()}

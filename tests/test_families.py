@@ -1,0 +1,129 @@
+"""config.json -> TransformerConfig."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from jaxrl_llm.errors import UserError
+from jaxrl_llm.models.families import FAMILIES, transformer_config
+from jaxrl_llm.models.transformer import RopeConfig, make_transformer
+from jaxrl_llm.types import Param
+
+LLAMA = {
+    "model_type": "llama",
+    "vocab_size": 97,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+}
+LLAMA3_SCALING = {
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+LLAMA3_ROPE = RopeConfig(500_000.0, "llama3", 8.0, 1.0, 4.0, 8192)
+
+
+def config_of(**changes: Any):
+    return transformer_config({**LLAMA, **changes})
+
+
+def test_defaults_are_those_of_transformers() -> None:
+    config = config_of()
+    assert (config.num_kv_heads, config.head_dim, config.max_positions, config.norm_eps) == (4, 8, 2048, 1e-6)
+    assert config.rope == RopeConfig(10_000.0, "default")
+    assert not (config.tie_embeddings or config.attention_bias or config.mlp_bias)
+    assert config.real_vocab_size == config.vocab_size == 97
+
+
+def test_null_counts_as_absent() -> None:
+    assert config_of(num_key_value_heads=None, head_dim=None, rope_scaling=None, rope_parameters=None) == config_of()
+
+
+def test_what_a_file_says_counts() -> None:
+    config = config_of(head_dim=16, num_key_value_heads=2, rms_norm_eps=1e-5, tie_word_embeddings=True, mlp_bias=True)
+    assert (config.head_dim, config.num_kv_heads, config.norm_eps) == (16, 2, 1e-5)
+    assert config.tie_embeddings and config.mlp_bias and not config.attention_bias
+
+
+@pytest.mark.parametrize(
+    ("found", "expected"),
+    [
+        ({"rope_theta": 500.0}, RopeConfig(500.0)),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}}, RopeConfig(500.0)),
+        ({"rope_theta": 500.0, "rope_scaling": {"type": "linear", "factor": 4}}, RopeConfig(500.0, "linear", 4.0)),
+        (
+            {"rope_parameters": {"rope_type": "linear", "rope_theta": 500.0, "factor": 4.0}},
+            RopeConfig(500.0, "linear", 4.0),
+        ),
+        ({"rope_theta": 500_000.0, "rope_scaling": {"rope_type": "llama3", **LLAMA3_SCALING}}, LLAMA3_ROPE),
+        ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 500_000.0, **LLAMA3_SCALING}}, LLAMA3_ROPE),
+        # Where a llama3 scaling does not say how far the original model went, max_position_embeddings does.
+        (
+            {
+                "max_position_embeddings": 8192,
+                "rope_theta": 500_000.0,
+                "rope_scaling": {"type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
+            },
+            LLAMA3_ROPE,
+        ),
+        # Both at once: what a writer of many versions' files leaves.
+        ({"rope_theta": 7.0, "rope_parameters": {"rope_type": "default", "rope_theta": 500.0}}, RopeConfig(500.0)),
+    ],
+)
+def test_old_and_new_spellings_of_rope(found: dict[str, Any], expected: RopeConfig) -> None:
+    assert config_of(**found).rope == expected
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"model_type": "lama"}, ["model_type 'lama'", "'llama'"]),
+        ({"model_type": "gpt2"}, ["model_type 'gpt2'", "llama", "mistral"]),
+        ({"model_type": None}, ["model_type None", "llama", "mistral"]),
+        ({"hidden_act": "gelu"}, ["hidden_act 'gelu'", "silu"]),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, ["'yarn'", "default, linear, llama3"]),
+        ({"rope_parameters": {"rope_type": "linear"}}, ["rope_parameters", "'factor' is missing"]),
+        ({"rope_scaling": {"type": "linear", "factor": -1.0}}, ["rope_scaling.factor", "-1.0", "positive"]),
+        ({"rope_parameters": {"full_attention": {"rope_theta": 1.0}}}, ["'full_attention' is not known"]),
+        ({"partial_rotary_factor": 0.5}, ["partial_rotary_factor"]),
+        ({"num_key_value_heads": 3}, ["num_attention_heads 4", "num_key_value_heads 3"]),
+        ({"head_dim": 7}, ["head_dim 7"]),
+        ({"hidden_size": None}, ["hidden_size is missing"]),
+        ({"num_hidden_layers": "2"}, ["num_hidden_layers", "'2'"]),
+        ({"num_hidden_layers": True}, ["num_hidden_layers", "True"]),
+        ({"rms_norm_eps": 0}, ["rms_norm_eps", "0"]),
+        ({"tie_word_embeddings": "false"}, ["tie_word_embeddings", "'false'"]),
+        ({"quantization_config": {"bits": 4}}, ["quantization_config"]),
+        ({"model_type": "mistral", "sliding_window": 4096}, ["sliding_window 4096", "null"]),
+        ({"model_type": "mistral"}, ["sliding_window 4096"]),  # transformers' default where the key is absent
+    ],
+)
+def test_what_is_not_supported_says_what_is(changes: dict[str, Any], words: list[str]) -> None:
+    with pytest.raises(UserError) as error:
+        config_of(**changes)
+    for word in words:
+        assert word in str(error.value)
+
+
+def test_mistral_without_a_window_is_a_llama() -> None:
+    mistral = config_of(model_type="mistral", sliding_window=None, num_key_value_heads=2, max_position_embeddings=64)
+    assert mistral == config_of(num_key_value_heads=2, max_position_embeddings=64)
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_every_leaf_a_model_can_have_is_in_the_table(kind: str) -> None:
+    config = config_of(attention_bias=True, mlp_bias=True)
+
+    def paths(tree: Any, prefix: str = "") -> set[str]:
+        if isinstance(tree, Param):
+            return {prefix}
+        return {path for name, child in tree.items() for path in paths(child, f"{prefix}/{name}".strip("/"))}
+
+    table = [weight.path for weight in FAMILIES[kind].weights]
+    assert len(table) == len(set(table))
+    assert set(table) == paths(make_transformer(config).declare())

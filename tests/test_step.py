@@ -1,0 +1,200 @@
+"""The whole step as one pure function."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxrl_llm.steps.phases import Program, make_program
+from jaxrl_llm.steps.step import make_step, step_key
+from jaxrl_llm.types import EvidenceExists, MissingEvidence, RunState
+from tests import tiny
+
+
+@functools.cache
+def program(**overrides: Any) -> Program:
+    config = tiny.config(**overrides)
+    critic = tiny.model(value_head=True) if config.algorithm.estimator == "gae" else None
+    return make_program(config, tiny.model(), critic)
+
+
+def start(p: Program, seed: int = 0) -> RunState:
+    critic = tiny.params(seed + 50, value_head=True) if p.critic else None
+    return jax.jit(p.init)(tiny.params(seed), critic)
+
+
+@functools.cache
+def compiled(p: Program) -> Any:
+    return jax.jit(make_step(p, tiny.even_tokens))
+
+
+
+
+GRPO = {"actor__use_kl_loss": True}
+PPO = {
+    "algorithm__estimator": "gae",
+    "algorithm__use_kl_in_reward": True,
+    "algorithm__kl_ctrl__type": "adaptive",
+    "actor__mini_batch_size": 2,
+    "actor__epochs": 2,
+    "critic__mini_batch_size": 2,
+}
+
+
+@pytest.mark.parametrize("overrides", [GRPO, PPO], ids=["grpo", "ppo"])
+def test_a_few_steps_raise_the_reward(overrides: dict[str, Any]) -> None:
+    p = program(**overrides, rollout__n=8)
+    step = compiled(p)
+    state, scores = start(p), []
+    for i in range(12):
+        state, metrics, batch = step(state, tiny.prompts(seed=i), step_key(0, i))
+        scores.append(float(metrics["critic/score/mean"]))
+        for name in ("advantages", "returns", "loss_mask", "row_valid", "token_level_rewards"):
+            assert getattr(batch, name) is not None
+    assert np.mean(scores[-3:]) > np.mean(scores[:3]) + 0.15, scores
+    assert int(state.step) == 12
+
+
+def test_vmapped_over_seeds_equals_single_runs() -> None:
+    p = program()
+    step = make_step(p, tiny.even_tokens)
+    states = [start(p, seed) for seed in range(3)]
+    stacked = jax.tree.map(lambda *xs: jnp.stack(xs), *states)
+    keys = jnp.stack([step_key(seed, 0) for seed in range(3)])
+    many, metrics, batches = jax.jit(jax.vmap(step, (0, None, 0)))(stacked, tiny.prompts(), keys)
+    one = compiled(p)
+    for seed in range(3):
+        state, single, batch = one(states[seed], tiny.prompts(), keys[seed])
+        np.testing.assert_array_equal(batches.responses[seed], batch.responses)
+        jax.tree.map(
+            lambda a, b, seed=seed: np.testing.assert_allclose(a[seed], b, atol=2e-5), many.actor.params, state.actor.params
+        )
+        np.testing.assert_allclose(metrics["actor/pg_loss"][seed], single["actor/pg_loss"], atol=1e-6)
+
+
+def test_scanned_over_steps_equals_a_loop() -> None:
+    p = program()
+    step = make_step(p, tiny.even_tokens)
+    prompts, first = tiny.prompts(), start(p)
+
+    def body(state: RunState, key: Any) -> tuple[RunState, Any]:
+        state, metrics, _ = step(state, prompts, key)
+        return state, metrics["critic/score/mean"]
+
+    keys = jnp.stack([step_key(0, i) for i in range(3)])
+    scanned, scores = jax.jit(lambda s: jax.lax.scan(body, s, keys))(first)
+    state, jitted = first, compiled(p)
+    for i in range(3):
+        state, metrics, _ = jitted(state, prompts, keys[i])
+        np.testing.assert_allclose(scores[i], metrics["critic/score/mean"], atol=1e-6)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-4), scanned.actor.params, state.actor.params)
+
+
+def test_the_first_update_has_ratio_one() -> None:
+    """Old and new are the same policy in the first mini-batch of the first epoch: no clip, no KL."""
+    p = program(actor__mini_batch_size=2)
+    state = start(p)
+    assert p.old_log_prob is not None
+    batch = p.gen(p.update_weights(state.actor.params), tiny.prompts(), jax.random.key(3), p.stops)
+    from jaxrl_llm.steps.step import jax_reward
+
+    batch = p.old_log_prob(state.actor.params, jax_reward(batch, tiny.even_tokens))
+    batch, _, _ = p.adv(batch, state.kl_coef)
+    _, metrics = jax.jit(p.actor.update)(state.actor, batch.select(jnp.array([1, 3])), jax.random.key(0))
+    assert metrics["pg_clipfrac"] == 0 and metrics["pg_clipfrac_lower"] == 0
+    np.testing.assert_allclose(metrics["ppo_kl"], 0, atol=1e-6)
+
+
+def test_one_update_needs_no_old_pass_and_gives_the_same_gradient() -> None:
+    """With one epoch and one mini-batch, old log-probs held constant are the pass that is saved."""
+    once = program()
+    assert once.old_log_prob is None
+    twice = program(algorithm__rollout_correction__rollout_is="token", algorithm__rollout_correction__rollout_is_threshold=1e6)
+    assert twice.old_log_prob is not None
+    state, prompts, key = start(once), tiny.prompts(), step_key(0, 0)
+    saved, _, _ = compiled(once)(state, prompts, key)
+    bypass = program(algorithm__rollout_correction__bypass=True)
+    passed, _, _ = compiled(bypass)(state, prompts, key)
+    # rollout log-probs equal the scorer's up to rounding, so bypass and the saved pass must agree closely.
+    for a, b in zip(jax.tree.leaves(saved.actor.opt_state), jax.tree.leaves(passed.actor.opt_state), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-4)
+
+
+def test_the_reference_and_its_kl() -> None:
+    p = program(actor__use_kl_loss=True, actor__kl_loss_coef=0.1)
+    state = start(p)
+    before = jax.tree.map(np.asarray, state.reference)
+    step = compiled(p)
+    kls = []
+    for i in range(3):
+        state, metrics, _ = step(state, tiny.prompts(), step_key(0, i))
+        kls.append(float(metrics["actor/kl_loss"]))
+    assert abs(kls[0]) < 1e-6 < kls[-1]
+    jax.tree.map(np.testing.assert_array_equal, before, jax.tree.map(np.asarray, state.reference))
+
+
+def test_a_critic_does_not_change_what_grpo_does_to_the_actor() -> None:
+    plain = program()
+    config = tiny.config(critic__enable="yes")
+    with_critic = make_program(config, tiny.model(), tiny.model(value_head=True))
+    critic = tiny.params(9, value_head=True)
+    a, _, _ = compiled(plain)(start(plain), tiny.prompts(), step_key(0, 0))
+    b, metrics, _ = jax.jit(make_step(with_critic, tiny.even_tokens))(
+        with_critic.init(tiny.params(), critic), tiny.prompts(), step_key(0, 0)
+    )
+    jax.tree.map(np.testing.assert_array_equal, a.actor.params, b.actor.params)
+    assert metrics["critic/vf_loss"] > 0
+
+
+def test_critic_warm_up_trains_the_critic_alone() -> None:
+    p = program(**PPO, critic__warmup_steps=1)
+    step = compiled(p)
+    first = start(p)
+    second, _, _ = step(first, tiny.prompts(), step_key(0, 0))
+    third, _, _ = step(second, tiny.prompts(), step_key(0, 1))
+
+    def moved(a: Any, b: Any) -> bool:
+        return any((x != y).any() for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True))
+
+    assert first.critic and second.critic
+    assert not moved(first.actor, second.actor) and moved(first.critic.params, second.critic.params)
+    assert moved(second.actor.params, third.actor.params)
+
+
+def test_evidence_is_written_once_and_missing_evidence_is_named() -> None:
+    p = program(actor__use_kl_loss=True)
+    state = start(p)
+    batch = p.gen(p.update_weights(state.actor.params), tiny.prompts(), jax.random.key(3), p.stops)
+    with pytest.raises(MissingEvidence, match="phase 'adv' needs 'token_level_scores', which phase 'reward' writes"):
+        p.adv(batch, state.kl_coef)
+    assert p.ref
+    batch = p.ref(state.reference, batch)
+    with pytest.raises(EvidenceExists, match="'ref_log_prob' a second time"):
+        p.ref(state.reference, batch)
+    with pytest.raises(EvidenceExists, match="may not write 'values'"):
+        batch.write("ref", values=batch.ref_log_prob)
+
+
+def test_equal_rewards_teach_nothing() -> None:
+    """A constant reward: advantages are exactly 0, and the update moves parameters by weight decay alone."""
+    p = program(optimizer__weight_decay=0.0)
+    state = start(p)
+    step = jax.jit(make_step(p, lambda responses, mask, records: jnp.full(responses.shape[0], 0.1)))
+    after, metrics, batch = step(state, tiny.prompts(), step_key(0, 0))
+    assert (batch.advantages == 0).all() and metrics["frac_reward_zero_std"] == 1
+    jax.tree.map(np.testing.assert_array_equal, state.actor.params, after.actor.params)
+
+
+def test_the_config_decides_who_exists() -> None:
+    p = program()
+    assert (p.critic, p.values, p.ref) == (None, None, None)
+    p = program(**PPO)
+    assert p.critic and p.values and p.ref and p.old_log_prob
+    with pytest.raises(ValueError, match="needs a critic model"):
+        make_program(dataclasses.replace(p.config), tiny.model())
