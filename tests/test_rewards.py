@@ -80,7 +80,7 @@ def test_verls_form_is_known_by_its_parameters():
 
 
 def test_the_jax_form_is_left_to_the_steps():
-    @jax_reward
+    @jax_reward(target="answer")
     def on_tokens(responses, mask, record_arrays):
         raise AssertionError("not to be called here")
 

@@ -39,8 +39,8 @@ def token_log_probs(logits: Array, labels: Array, temperature: float | Array = 1
     >>> print(token_log_probs(jnp.zeros((1, 4)), jnp.array([2])).round(4))
     [-1.3863]
     """
-    scaled = _scale(logits, temperature)
-    return _at(scaled, labels) - jax.nn.logsumexp(scaled, axis=-1)
+    shifted = _shift(logits, temperature)
+    return _at(shifted, labels) - _log_sum_exp(shifted)[..., 0]
 
 
 def entropy(logits: Array, temperature: float | Array = 1.0) -> Array:
@@ -52,7 +52,7 @@ def entropy(logits: Array, temperature: float | Array = 1.0) -> Array:
     >>> print(entropy(jnp.array([0.0, 0.0, -jnp.inf])).round(4))
     0.6931
     """
-    return _entropy(jax.nn.log_softmax(_scale(logits, temperature), axis=-1))
+    return _entropy(_log_softmax(logits, temperature))
 
 
 def sum_pi_squared(logits: Array, temperature: float | Array = 1.0) -> Array:
@@ -64,7 +64,7 @@ def sum_pi_squared(logits: Array, temperature: float | Array = 1.0) -> Array:
     >>> sum_pi_squared(jnp.zeros(4)).item()
     0.25
     """
-    return jnp.square(jax.nn.softmax(_scale(logits, temperature), axis=-1)).sum(-1)
+    return _sum_pi_squared(_log_softmax(logits, temperature))
 
 
 def from_hidden(
@@ -176,8 +176,19 @@ KL_KINDS: dict[str, Callable[[Array], Array]] = {
 }
 
 
-def _scale(logits: Array, temperature: float | Array) -> Array:
-    return logits.astype(jnp.promote_types(logits.dtype, jnp.float32)) / temperature
+def _shift(logits: Array, temperature: float | Array) -> Array:
+    """(logits − their maximum) / T: the shift comes first, or the division would round away the digits of large logits."""
+    logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
+    return (logits - jax.lax.stop_gradient(logits.max(-1, keepdims=True))) / temperature
+
+
+def _log_sum_exp(shifted: Array) -> Array:
+    return jnp.log(jnp.exp(shifted).sum(-1, keepdims=True))
+
+
+def _log_softmax(logits: Array, temperature: float | Array) -> Array:
+    shifted = _shift(logits, temperature)
+    return shifted - _log_sum_exp(shifted)
 
 
 def _at(values: Array, labels: Array) -> Array:
@@ -189,12 +200,16 @@ def _entropy(log_pi: Array) -> Array:
     return -(pi * jnp.where(pi > 0, log_pi, 0)).sum(-1)
 
 
+def _sum_pi_squared(log_pi: Array) -> Array:
+    return jnp.exp(2 * log_pi).sum(-1)
+
+
 def _token_stats(
     logits: Array, labels: Array, temperature: float | Array, with_entropy: bool, with_sum_pi_squared: bool
 ) -> TokenStats:
-    log_pi = jax.nn.log_softmax(_scale(logits, temperature), axis=-1)
+    log_pi = _log_softmax(logits, temperature)
     return TokenStats(
         log_probs=_at(log_pi, labels),
         entropys=_entropy(log_pi) if with_entropy else None,
-        sum_pi_squared=jnp.exp(2 * log_pi).sum(-1) if with_sum_pi_squared else None,
+        sum_pi_squared=_sum_pi_squared(log_pi) if with_sum_pi_squared else None,
     )

@@ -34,10 +34,24 @@ def batched(function: F) -> F:
     return function
 
 
-def jax_reward(function: F) -> F:
-    """Marks a reward over arrays: `f(responses [B, R], mask [B, R], record_arrays) -> [B] or [B, R]`."""
-    function.reward_form = "jax"  # type: ignore[attr-defined]
-    return function
+def jax_reward(**record_arrays: Any) -> Callable[[F], F]:
+    """Marks a reward over arrays: `f(responses [B, R], mask [B, R], record_arrays) -> [B] or [B, R]`.
+
+    Args:
+      record_arrays: name -> what of each record stands under it in `record_arrays`: a key that holds a number (or an array
+        of one shape), or a function of the record.
+
+    >>> @jax_reward(answer=lambda record: int(record["answer"]))
+    ... def first_token_is_the_answer(responses, mask, record_arrays):
+    ...     return responses[:, 0] == record_arrays["answer"]
+    """
+
+    def mark(function: F) -> F:
+        function.reward_form = "jax"  # type: ignore[attr-defined]
+        function.record_arrays = record_arrays  # type: ignore[attr-defined]
+        return function
+
+    return mark
 
 
 def form_of(function: Callable[..., Any], name: str) -> Form:

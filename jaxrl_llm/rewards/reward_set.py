@@ -63,6 +63,20 @@ class RewardSet:
         """column -> function over arrays"""
         return {k: reward.function for k, reward in enumerate(self.rewards) if reward.form == "jax"}
 
+    @property
+    def record_arrays(self) -> dict[str, Any]:
+        """What JAX rewards read of the records, see `jax_reward`.
+
+        Raises:
+          UserError: two functions mean different things by one name.
+        """
+        arrays: dict[str, Any] = {}
+        for column, function in self.jax_functions.items():
+            for name, get in getattr(function, "record_arrays", {}).items():
+                if arrays.setdefault(name, get) is not get and arrays[name] != get:
+                    raise UserError(f"reward {self.names[column]!r}: another reward reads record array {name!r} otherwise")
+        return arrays
+
     def check(self, records: Iterable[Record]) -> None:
         """Looks for records that no function scores; to be called before the first step.
 

@@ -1,10 +1,9 @@
-"""From scores to advantages: where the score sits, KL in the reward, rollout correction, the estimator."""
+"""From scores to advantages: KL in the reward, rollout correction, the estimator."""
 
 from __future__ import annotations
 
 from typing import Any
 
-import chex
 import jax.numpy as jnp
 
 from jaxrl_llm.algorithms.advantages import AdvantageInputs, Estimator, adaptive_kl_update, kl_in_reward
@@ -12,32 +11,6 @@ from jaxrl_llm.algorithms.correction import rollout_correction
 from jaxrl_llm.config import Algorithm, KLControl
 from jaxrl_llm.steps.update import Metrics
 from jaxrl_llm.types import FINISH_LENGTH, Array, Batch
-
-
-def write_scores(batch: Batch, scores: Array, row_valid: Array, weights: tuple[float, ...]) -> Batch:
-    """Writes the reward phase's evidence.
-
-    Args:
-      scores: float32 [B, K], one column per reward function, or [B, R] per token with `weights` empty.
-      row_valid: bool [B], False where the reward failed.
-      weights: factor of each column in the score.
-
-    The weighted sum sits on the last of the response's own tokens, unless the reward gave one per token. Rows that are
-    not valid, and filler rows, score 0 whatever stands in them.
-    """
-    rows, width = batch.responses.shape
-    row_valid = row_valid & jnp.repeat(batch.prompt_valid, batch.n, total_repeat_length=rows)
-    scores = jnp.where(row_valid[:, None], scores, 0).astype(jnp.float32)
-    if weights:
-        chex.assert_shape(scores, (rows, len(weights)))
-        total = scores @ jnp.asarray(weights, jnp.float32)
-        last = jnp.where(batch.response_mask, jnp.arange(width)[None, :], -1).max(1)
-        token_level = jnp.where(jnp.arange(width)[None, :] == last[:, None], total[:, None], 0)
-    else:
-        chex.assert_shape(scores, (rows, width))
-        token_level = jnp.where(batch.response_mask, scores, 0)
-        scores = token_level.sum(1, keepdims=True)
-    return batch.write("reward", scores=scores, row_valid=row_valid, token_level_scores=token_level)
 
 
 def compute_advantages(

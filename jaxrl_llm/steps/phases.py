@@ -36,7 +36,8 @@ class Updates:
 
     optimizer: optax.GradientTransformation
     update: UpdateFn
-    order: Callable[[Array], Array]  # key -> int32 [updates of a step, prompts of a mini-batch]
+    order: Callable[[Array], Array]  # key -> int32 [per_step, prompts of a mini-batch]
+    per_step: int
 
     def init(self, params: Params) -> TrainState:
         zero = jnp.int32(0)
@@ -91,6 +92,7 @@ def make_program(
     layout: Layout | None = None,
     stops: StopRules | None = None,
     total_steps: int | None = None,
+    reward_names: tuple[str, ...] = (),
 ) -> Program:
     """The phases of a config.
 
@@ -99,6 +101,7 @@ def make_program(
       layout: keeps rows spread over a mesh; None is one device.
       stops: what ends a response; None is nothing but its length.
       total_steps: for schedules that decay over the run; None is `trainer.steps`.
+      reward_names: of the scores' columns, for metrics of each; () for none.
     """
     if need_critic(config) != (critic is not None):
         raise ValueError(f"the config {'needs a critic model' if need_critic(config) else 'has no critic'}")
@@ -113,11 +116,11 @@ def make_program(
         critic_model=critic,
         stops=no_stop_rules(actor.vocab_size) if stops is None else stops,
         update_weights=partial(sampler_view, config),
-        gen=partial(_gen, config, layout, actor),
+        gen=partial(gen, actor, layout, config.rollout.n, config.rollout.response_length, train_sampling(config)),
         old_log_prob=_old_log_prob(config, estimator, score),
         ref=partial(_ref, score) if need_reference(config) else None,
         values=partial(_values, config, layout, critic) if critic else None,
-        adv=partial(_adv, config, estimator, options, critic is not None),
+        adv=partial(_adv, config, estimator, options, critic is not None, reward_names),
         critic=_updates(config, config.critic, config.critic.optimizer, critic_loss(config, critic), layout, steps)
         if critic
         else None,
@@ -139,9 +142,19 @@ def train_sampling(config: Config) -> Sampling:
     return Sampling(temperature=r.temperature, top_k=r.top_k, top_p=r.top_p, min_p=r.min_p)
 
 
-def _gen(config: Config, layout: Layout, actor: Model, view: Params, prompts: Prompts, key: Array, stops: StopRules) -> Batch:
-    n, width = config.rollout.n, config.rollout.response_length
-    batch = rollout(actor, view, prompts, key, n=n, width=width, sampling=train_sampling(config), stops=stops)
+def gen(
+    actor: Model,
+    layout: Layout,
+    n: int,
+    width: int,
+    sampling: Sampling,
+    view: Params,
+    prompts: Prompts,
+    key: Array,
+    stops: StopRules,
+) -> Batch:
+    """The rollout, its rows spread over the mesh."""
+    batch = rollout(actor, view, prompts, key, n=n, width=width, sampling=sampling, stops=stops)
     return layout.constrain_rows(batch)
 
 
@@ -229,13 +242,14 @@ def _adv(
     estimator: Estimator,
     options: dict[str, Any],
     use_critic: bool,
+    names: tuple[str, ...],
     batch: Batch,
     kl_coef: Array,
 ) -> tuple[Batch, Array, Metrics]:
     batch, kl_coef, metrics = compute_advantages(
         batch, kl_coef, estimator=estimator, settings=config.algorithm, options=options
     )
-    return batch, kl_coef, metrics | data_metrics(batch, use_critic=use_critic)
+    return batch, kl_coef, metrics | data_metrics(batch, use_critic=use_critic, reward_names=names)
 
 
 # Updates
@@ -277,7 +291,8 @@ def _updates(
     config: Config, role: Actor | Critic, optimizer: Optimizer, loss_fn: LossFn, layout: Layout, steps: int
 ) -> Updates:
     prompts, size = config.data.train_batch_size, role.mini_batch_size
-    total = steps * role.epochs * (prompts // size)
+    per_step = role.epochs * (prompts // size)
+    total = steps * per_step
     schedule, transform = make_schedule(optimizer, total), make_optimizer(optimizer, total)
     update = make_update(
         loss_fn,
@@ -294,7 +309,7 @@ def _updates(
         return state, metrics | {"lr": rate}
 
     order = partial(mini_batches, prompts=prompts, size=size, epochs=role.epochs, shuffle=role.shuffle)
-    return Updates(optimizer=transform, update=with_rate, order=order)
+    return Updates(optimizer=transform, update=with_rate, order=order, per_step=per_step)
 
 
 def _enter(config: Config, params: Params) -> Params:

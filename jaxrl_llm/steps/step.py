@@ -10,22 +10,20 @@ It can be jitted, scanned over steps and vmapped over seeds. The trainer runs th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 
-from jaxrl_llm.steps.advantage import write_scores
 from jaxrl_llm.steps.phases import Program, Updates
+from jaxrl_llm.steps.reward import JaxReward, write_scores
 from jaxrl_llm.steps.update import Metrics, run_updates
 from jaxrl_llm.types import Array, Batch, Prompts, RunState, TrainState
 
-# (responses [B, R], mask [B, R], record_arrays [B, …]) -> scores [B], or [B, R] for one per token
-JaxReward = Callable[[Array, Array, Mapping[str, Array]], Array]
 StepFn = Callable[[RunState, Prompts, Array], tuple[RunState, Metrics, Batch]]
 
 # What each consumer of a step's key folds into it.
-GEN, CRITIC, ACTOR = range(3)
+GEN, CRITIC, ACTOR, EVAL = range(4)
 
 
 def step_key(seed: int, step: int | Array) -> Array:
@@ -34,11 +32,10 @@ def step_key(seed: int, step: int | Array) -> Array:
 
 
 def jax_reward(batch: Batch, reward_fn: JaxReward) -> Batch:
-    """The reward phase for a JAX function: its scores, every row valid."""
-    rows = batch.expand()
-    scores = reward_fn(rows.responses, rows.response_mask, rows.record_arrays)
-    valid = jnp.ones(batch.num_rows, bool)
-    return write_scores(batch, scores[:, None], valid, (1.0,)) if scores.ndim == 1 else write_scores(batch, scores, valid, ())
+    """The reward phase for one JAX function, every row valid."""
+    rows = batch.num_rows
+    nothing, valid = jnp.zeros((rows, 1), jnp.float32), jnp.ones(rows, bool)
+    return write_scores(batch, nothing, valid, weights=(1.0,), jax_rewards={0: reward_fn})
 
 
 def make_step(program: Program, reward_fn: JaxReward) -> StepFn:

@@ -143,25 +143,26 @@ def run_updates(update: UpdateFn, state: TrainState, batch: Batch, key: Array, i
 
 
 def update_keys(key: Array, count: int) -> Array:
-    """One key per update of a phase."""
+    """One key per update of a phase: the phase's folded with the update's index."""
     return jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(count))
 
 
-def summarize(metrics: Metrics) -> Metrics:
+def summarize(metrics: Metrics, xp: Any = jnp) -> Metrics:
     """Metrics [U] of a phase's updates as one each: extremes of extremes, the count of skipped ones, means of the rest.
 
     A skipped update's metrics are not numbers one would want in a mean: they count only if every update was skipped.
+    `xp` is jax.numpy, or numpy for arrays on the host.
     """
     applied = metrics["skipped_updates"] == 0
-    weights = jnp.where(applied.any(), applied, True)
+    weights = xp.where(applied.any(), applied, True)
 
     def one(name: str, values: Array) -> Array:
         if name == "skipped_updates":
             return values.sum()
         if name.endswith("_max"):
-            return jnp.where(weights, values, -jnp.inf).max()
+            return xp.where(weights, values, -xp.inf).max()
         if name.endswith("_min"):
-            return jnp.where(weights, values, jnp.inf).min()
-        return jnp.where(weights, values, 0).sum() / weights.sum()
+            return xp.where(weights, values, xp.inf).min()
+        return xp.where(weights, values, 0).sum() / weights.sum()
 
     return {name: one(name, values) for name, values in metrics.items()}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import jax
@@ -9,7 +11,7 @@ import jax.numpy as jnp
 
 from jaxrl_llm import metrics
 from jaxrl_llm.algorithms import masked
-from jaxrl_llm.algorithms.advantages import ESTIMATORS, AdvantageInputs, adaptive_kl_update, kl_in_reward
+from jaxrl_llm.algorithms.advantages import ESTIMATORS, AdvantageInputs, Estimator, adaptive_kl_update, kl_in_reward
 from jaxrl_llm.algorithms.aggregation import Norm, aggregate
 from jaxrl_llm.algorithms.correction import rollout_correction
 from jaxrl_llm.algorithms.log_probs import entropy, kl_penalty, sum_pi_squared, token_log_probs
@@ -43,8 +45,15 @@ def estimator(case: Case, inputs: Arrays) -> dict[str, Any]:
         else:
             evidence["scores"] = components.T
             evidence["rewards"] = jnp.zeros(inputs["mask"].shape, components.dtype)
-    advantages, returns = entry(AdvantageInputs(**evidence), **options)
+    advantages, returns = _jitted(entry)(AdvantageInputs(**evidence), **options)
     return {"advantages": advantages, "returns": returns}
+
+
+@cache
+def _jitted(entry: Estimator) -> Callable[..., tuple[jax.Array, jax.Array]]:
+    """Compiled once for all cases of a shape, the numbers among the options being arguments."""
+    chosen = tuple(name for name, default in entry.options.items() if isinstance(default, str | bool))
+    return jax.jit(entry, static_argnames=chosen)
 
 
 def masked_stats(case: Case, inputs: Arrays) -> dict[str, Any]:
@@ -173,8 +182,11 @@ def value(case: Case, inputs: Arrays) -> dict[str, Any]:
 
 
 def entropy_logprob(case: Case, inputs: Arrays) -> dict[str, Any]:
-    logits, labels, mask, temperature = inputs["logits"], inputs["labels"], inputs["mask"], case.kwargs["temperature"]
+    return _entropy_logprob(inputs["logits"], inputs["labels"], inputs["mask"], case.kwargs["temperature"])
 
+
+@jax.jit
+def _entropy_logprob(logits: jax.Array, labels: jax.Array, mask: jax.Array, temperature: float) -> dict[str, jax.Array]:
     def entropy_loss(logits: jax.Array) -> jax.Array:
         return aggregate(entropy(logits, temperature), mask, "token-mean", Norm.of(mask))
 

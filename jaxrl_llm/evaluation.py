@@ -1,0 +1,136 @@
+"""Held-out evaluation, and what it shares with training: responses as text, and host rewards on them."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import jax
+import numpy as np
+
+from jaxrl_llm.compiled import Compiled
+from jaxrl_llm.data import PromptBatch, PromptData
+from jaxrl_llm.rewards import RewardSet, Scores
+from jaxrl_llm.sharding import Layout
+from jaxrl_llm.steps.rollout import StopRules
+from jaxrl_llm.tokenizer import cut_at_stop, decode_response
+from jaxrl_llm.types import Batch, Params
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+
+def response_texts(batch: Batch, tokenizer: PreTrainedTokenizerFast, stop: Sequence[str]) -> list[str]:
+    """The responses [B] as rewards see them: their own tokens without special ones, cut before a stop string."""
+    responses, mask = jax.device_get((batch.responses, batch.response_mask))
+    texts = (decode_response(tokenizer, ids[own].tolist()) for ids, own in zip(responses, mask, strict=True))
+    return [cut_at_stop(text, stop) for text in texts]
+
+
+def score_texts(rewards: RewardSet, given: PromptBatch, texts: Sequence[str]) -> Scores:
+    """Scores of B = G · n responses; the rows of filler prompts are not scored, and not valid."""
+    n = len(texts) // len(given.records)
+    real = int(np.asarray(given.prompts.prompt_valid).sum())  # fillers come last
+    records = [record for record in given.records[:real] for _ in range(n)]
+    prompts = [text for text in given.texts[:real] for _ in range(n)]
+    scored = rewards.score(prompts, texts[: real * n], records)
+    fill = len(texts) - real * n
+    return dataclasses.replace(
+        scored,
+        scores=np.pad(scored.scores, ((0, fill), (0, 0))),
+        valid=np.pad(scored.valid, (0, fill)),
+        extras=scored.extras + [{}] * fill,
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Evaluator:
+    """The held-out prompts, sampled once each (or n times) with the policy's present parameters and scored."""
+
+    data: PromptData
+    rewards: RewardSet
+    tokenizer: PreTrainedTokenizerFast
+    layout: Layout
+    stop: tuple[str, ...]
+    stops: StopRules
+    sample: Compiled  # (view, prompts, stops, step) -> batch
+    reward: Compiled  # (batch, scores, row_valid) -> batch
+    batch_size: int  # prompts at a time
+
+    def rows(self, view: Params, step: int) -> Iterator[dict[str, Any]]:
+        """One dict a response: prompt, response, score (None where the reward failed), extras, length, record."""
+        weights = self.rewards.weights
+        for given in self.data.eval_batches(self.batch_size):
+            batch = self.sample(view, self.layout.put_rows(given.prompts), self.stops, np.int32(step))
+            texts = response_texts(batch, self.tokenizer, self.stop)
+            scored = score_texts(self.rewards, given, texts)
+            batch = self.reward(batch, *self.layout.put_rows((scored.scores, scored.valid)))
+            scores, valid, lengths, reasons = jax.device_get(
+                (batch.scores, batch.row_valid, batch.response_length, batch.finish_reason)
+            )
+            n = batch.n
+            for row in range(int(np.asarray(given.prompts.prompt_valid).sum()) * n):
+                yield {
+                    "uid": int(np.asarray(given.prompts.uid)[row // n]),
+                    "prompt": given.texts[row // n],
+                    "response": texts[row],
+                    "score": float(scores[row] @ weights) if valid[row] else None,
+                    "scores": dict(zip(self.rewards.names, scores[row].tolist(), strict=True)),
+                    "extras": scored.extras[row],
+                    "length": int(lengths[row]),
+                    "finish_reason": {1: "stop", 2: "length"}[int(reasons[row])],
+                    "data_source": given.records[row // n].get("data_source", "all"),
+                }
+
+    def __call__(self, view: Params, step: int) -> tuple[dict[str, float], list[dict[str, Any]]]:
+        """The metrics of an evaluation, and its rows."""
+        rows = list(self.rows(view, step))
+        return evaluation_metrics(rows), rows
+
+
+def evaluation_metrics(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Mean score by data source, verl's names: `val-core/SOURCE/reward/mean@n`, and per function where there are several.
+
+    A failed reward counts as 0: held-out accuracy is not allowed to rise because answers crash the scorer.
+
+    >>> rows = [{"uid": 1, "data_source": "sums", "score": 1.0, "scores": {"number": 1.0}, "extras": {}, "length": 3,
+    ...          "finish_reason": "stop"}]
+    >>> evaluation_metrics(rows)["val-core/sums/reward/mean@1"]
+    1.0
+    """
+    metrics: dict[str, float] = {}
+    for source in dict.fromkeys(row["data_source"] for row in rows):
+        own = [row for row in rows if row["data_source"] == source]
+        n = len(own) // len({row["uid"] for row in own})
+        metrics[f"val-core/{source}/reward/mean@{n}"] = _mean([row["score"] or 0.0 for row in own])
+        if len(own[0]["scores"]) > 1:
+            for name in own[0]["scores"]:
+                metrics[f"val-aux/{source}/{name}/mean@{n}"] = _mean([row["scores"][name] for row in own])
+        extras = {name for row in own for name, value in row["extras"].items() if isinstance(value, bool | int | float)}
+        for name in sorted(extras):
+            metrics[f"val-aux/{source}/{name}/mean@{n}"] = _mean([row["extras"].get(name, 0) for row in own])
+        metrics[f"val-aux/{source}/response_length/mean"] = _mean([row["length"] for row in own])
+        metrics[f"val-aux/{source}/truncated_ratio"] = _mean([row["finish_reason"] == "length" for row in own])
+        metrics[f"val-aux/{source}/failed_ratio"] = _mean([row["score"] is None for row in own])
+    return metrics
+
+
+def wilson_interval(successes: float, count: int, z: float = 1.96) -> tuple[float, float]:
+    """Wilson's interval for a proportion, 95% by default (Wilson 1927).
+
+    >>> [round(x, 3) for x in wilson_interval(90, 100)]
+    [0.826, 0.945]
+    """
+    if count == 0:
+        return 0.0, 1.0
+    share = successes / count
+    scale = 1 + z * z / count
+    center = (share + z * z / (2 * count)) / scale
+    half = z * math.sqrt(share * (1 - share) / count + z * z / (4 * count * count)) / scale
+    return max(0.0, center - half), min(1.0, center + half)
+
+
+def _mean(values: Sequence[float]) -> float:
+    return float(np.mean(values)) if len(values) else 0.0

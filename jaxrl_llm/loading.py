@@ -1,0 +1,192 @@
+"""From a config to what a run is made of: tokenizer, models with their parameters on the mesh, stop rules, prompts, rewards."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxrl_llm.config import Config, Rollout, check_devices, need_critic, need_reference
+from jaxrl_llm.data import PromptData
+from jaxrl_llm.models import hf
+from jaxrl_llm.models.families import transformer_config
+from jaxrl_llm.models.transformer import make_transformer
+from jaxrl_llm.rewards import RewardSet, make_rewards
+from jaxrl_llm.sharding import Layout, make_mesh
+from jaxrl_llm.steps.phases import Program, make_program
+from jaxrl_llm.steps.rollout import StopRules
+from jaxrl_llm.tokenizer import load_tokenizer, stop_automaton, token_bytes
+from jaxrl_llm.types import Model, Params, RunState
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+
+@dataclasses.dataclass(frozen=True)
+class Inputs:
+    """What is checked before any model is loaded: prompts, rewards, and the tokenizer that joins them to ids."""
+
+    folder: Path  # of the actor
+    tokenizer: PreTrainedTokenizerFast
+    rewards: RewardSet
+    train: PromptData | None
+    held_out: PromptData | None
+
+
+def load_inputs(config: Config, *, train: bool = True) -> Inputs:
+    """Opens every source, tokenizes every prompt and resolves every reward.
+
+    Raises:
+      UserError: whatever is wrong with one of them.
+    """
+    folder = hf.find_folder(config.model.path)
+    tokenizer = load_tokenizer(folder)
+    rewards = make_rewards(config.reward.functions, config.reward.weights, config.reward.data_sources)
+
+    def prompts(sources: Sequence[str], limit: int = 0) -> PromptData:
+        data = config.data
+        found = PromptData(
+            sources,
+            tokenizer,
+            prompt_length=config.rollout.prompt_length,
+            response_length=config.rollout.response_length,
+            seed=config.seed,
+            shuffle=data.shuffle,
+            weights=data.weights if sources is data.train else (),
+            prompt_key=data.prompt_key,
+            prompt_template=data.prompt_template,
+            chat_template=data.chat_template,
+            system_prompt=data.system_prompt or None,
+            template_kwargs=data.template_kwargs,
+            too_long=data.too_long,
+            source_kwargs=data.source_kwargs,
+            record_arrays=rewards.record_arrays,
+            limit=limit,
+        )
+        rewards.check(found.records)
+        return found
+
+    return Inputs(
+        folder=folder,
+        tokenizer=tokenizer,
+        rewards=rewards,
+        train=prompts(config.data.train) if train else None,
+        held_out=prompts(config.data.eval, config.eval.max_prompts) if config.data.eval else None,
+    )
+
+
+def stop_rules(rollout: Rollout, tokenizer: PreTrainedTokenizerFast, eos_ids: Sequence[int], vocab_size: int) -> StopRules:
+    """What ends a response: the model's end tokens (unless ignored), stop token ids, stop strings."""
+    ids = [*(() if rollout.ignore_eos else eos_ids), *rollout.stop_token_ids] or [-1]
+    pieces = token_bytes(tokenizer) if rollout.stop else []
+    strings = stop_automaton(pieces, rollout.stop, vocab_size)
+    return StopRules(
+        ids=jnp.asarray(ids, jnp.int32), strings=jnp.asarray(strings), min_new_tokens=jnp.int32(rollout.min_new_tokens)
+    )
+
+
+def make_layout(config: Config) -> Layout:
+    """The layout on all devices.
+
+    Raises:
+      UserError: the mesh does not fit them, or a batch does not divide over it.
+    """
+    return Layout(make_mesh(**check_devices(config, jax.device_count())))
+
+
+def make_models(config: Config, inputs: Inputs, layout: Layout) -> tuple[Model, Model | None]:
+    """Actor and critic (None where the config has none), without parameters."""
+
+    def model(folder: Path, value_head: bool) -> Model:
+        shape = transformer_config(hf.read_config(folder))
+        # Rows of the embedding past the tokenizer's vocabulary are padding: never sampled, never counted.
+        shape = dataclasses.replace(shape, real_vocab_size=min(shape.vocab_size, len(inputs.tokenizer)))
+        return make_transformer(
+            shape,
+            param_dtype=jnp.dtype(config.model.param_dtype),
+            compute_dtype=jnp.dtype(config.model.dtype),
+            remat=config.model.remat,
+            value_head=value_head,
+            constrain=layout.constrain,
+        )
+
+    critic = model(_folder(config.critic.path, inputs), True) if need_critic(config) else None
+    return model(inputs.folder, False), critic
+
+
+def _folder(path: str, inputs: Inputs) -> Path:
+    return hf.find_folder(path) if path else inputs.folder
+
+
+def load_model_params(folder: Path, model: Model, layout: Layout, seed: int) -> Params:
+    """A folder's parameters, put on the mesh leaf by leaf; a value head starts from the seed."""
+    declaration = model.declare()
+    shardings = {
+        jax.tree_util.keystr(path, simple=True, separator="/"): sharding
+        for path, sharding in jax.tree.flatten_with_path(layout.params(declaration))[0]
+    }
+
+    def place(path: str, array: np.ndarray) -> Any:
+        return jax.device_put(array, shardings[path])
+
+    return hf.load_params(folder, declaration, place=place, key=jax.random.key(seed))
+
+
+def build_program(config: Config, inputs: Inputs, layout: Layout, total_steps: int) -> Program:
+    """The phases of the config for the models it names."""
+    actor, critic = make_models(config, inputs, layout)
+    eos_ids = hf.read_eos_ids(inputs.folder)
+    stops = stop_rules(config.rollout, inputs.tokenizer, eos_ids, actor.vocab_size)
+    return make_program(
+        config,
+        actor,
+        critic,
+        layout=layout,
+        stops=jax.device_put(stops, layout.replicated),
+        total_steps=total_steps,
+        reward_names=inputs.rewards.names,
+    )
+
+
+def initial_state(program: Program, inputs: Inputs) -> RunState:
+    """The state before the first step: every role's parameters from its folder, on the mesh."""
+    config, layout = program.config, program.layout
+    actor = load_model_params(inputs.folder, program.actor_model, layout, config.seed)
+    critic, reference = None, None
+    if program.critic_model is not None:
+        critic = load_model_params(_folder(config.critic.path, inputs), program.critic_model, layout, config.seed)
+    if need_reference(config) and config.reference.path:
+        reference = load_model_params(hf.find_folder(config.reference.path), program.actor_model, layout, config.seed)
+    # Not donated: a leaf that is only passed on would then be handed back as the very same buffer, twice owned.
+    return jax.jit(program.init, out_shardings=state_shardings(program))(actor, critic, reference)
+
+
+@functools.cache
+def state_shardings(program: Program) -> RunState:
+    """The sharding of every leaf of a program's state."""
+    layout, whole = program.layout, program.layout.replicated
+
+    def trained(updates: Any, model: Model) -> Any:
+        from jaxrl_llm.types import TrainState
+
+        declaration = model.declare()
+        return TrainState(
+            params=layout.params(declaration),
+            opt_state=layout.optimizer(updates.optimizer, declaration),
+            updates=whole,
+            skipped=whole,
+        )
+
+    return RunState(
+        actor=trained(program.actor, program.actor_model),
+        critic=trained(program.critic, program.critic_model) if program.critic and program.critic_model else None,
+        reference=layout.params(program.actor_model.declare()) if program.ref else None,
+        kl_coef=whole,
+        step=whole,
+    )

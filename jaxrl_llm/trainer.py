@@ -1,0 +1,338 @@
+"""Training: `fit(config)` yields (metrics, batch) once a step. The step below reads like the table of phases.
+
+Everything impure is here: data, host rewards, clocks, logs, checkpoints. The phases themselves are pure (steps/) and
+compiled before the first step (compiled.py).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxrl_llm.checkpoint import Checkpoints, abstract
+from jaxrl_llm.compiled import CompiledUpdates, compile_reward, compile_sampler, compile_step
+from jaxrl_llm.config import Config, notices, resume_differences, to_json
+from jaxrl_llm.data import PromptBatch, epoch_steps
+from jaxrl_llm.errors import RunAborted, UserError
+from jaxrl_llm.evaluation import Evaluator, response_texts, score_texts
+from jaxrl_llm.loading import build_program, initial_state, load_inputs, make_layout, state_shardings
+from jaxrl_llm.metrics import extras_metrics, timing_metrics
+from jaxrl_llm.rewards import Scores
+from jaxrl_llm.samples import rollout_rows, sample_rows
+from jaxrl_llm.steps.sampling import Sampling
+from jaxrl_llm.steps.step import prefixed
+from jaxrl_llm.steps.update import summarize
+from jaxrl_llm.types import Batch, Params, RunState, TrainState, check_batch
+from jaxrl_llm.writers import RunWriter, check_loggers, previous_config
+
+Metrics = dict[str, float]
+
+
+def fit(config: Config, workdir: str | Path | None = None) -> Run:
+    """A run of `config`: iterate over it for (metrics, batch) of each step.
+
+    Args:
+      workdir: where config.json, metrics.jsonl, samples and checkpoints go; a folder that holds a run resumes it. None
+        keeps nothing but what is yielded.
+
+    Raises:
+      UserError: something in the config, the data, a model or the folder is wrong; before the first step.
+    """
+    return Run(config, workdir)
+
+
+class Run:
+    """One training run: an iterator of (metrics, batch), one a step, that holds the live state.
+
+    Closing it, or leaving the loop early, leaves the state of the last whole step, which `state()` copies.
+    """
+
+    def __init__(self, config: Config, workdir: str | Path | None = None) -> None:
+        check_loggers(config)
+        self.config = config
+        self._inputs = load_inputs(config)
+        assert self._inputs.train is not None
+        self._data = self._inputs.train
+        epochs = epoch_steps(len(self._data), config.data.train_batch_size, config.trainer.epochs)
+        self.total_steps = epochs if config.trainer.epochs else config.trainer.steps
+        self._layout = make_layout(config)
+        self._program = build_program(config, self._inputs, self._layout, self.total_steps)
+        self._checkpoints = self._open_checkpoints(workdir)
+        resumed = self._checkpoints.latest_step() if self._checkpoints else None
+        self._writer = RunWriter(
+            workdir, config, total_steps=self.total_steps, resumed_step=-1 if resumed is None else resumed
+        ) if workdir is not None else None  # fmt: skip
+        self._note_inputs()
+        self._state, self._cursor = self._restore(resumed)
+        self.step = int(self._state.step)
+        self._timers = Timers()
+        self._compile()
+        self._steps = self._run()
+
+    # The step
+
+    def _step(self) -> tuple[Metrics, Batch]:
+        phases, state, timer, config = self._phases, self._state, self._timers, self.config
+        number = np.int32(self.step)
+        with timer("step"):
+            with timer("data") as wait:
+                given = self._data.batch(self._cursor, config.data.train_batch_size)
+                prompts = wait(self._layout.put_rows(given.prompts))
+            with timer("update_weights") as wait:
+                view = wait(phases.update_weights(state.actor.params))
+            with timer("gen") as wait:
+                batch = wait(phases.gen(view, prompts, self._program.stops, number))
+                del view
+            with timer("reward") as wait:
+                batch, texts, scored = self._reward(batch, given)
+                wait(batch)
+            if phases.old_log_prob:
+                with timer("old_log_prob") as wait:
+                    batch = wait(phases.old_log_prob(state.actor.params, batch))
+            if phases.ref:
+                with timer("ref") as wait:
+                    batch = wait(phases.ref(state.reference, batch))
+            if phases.values and state.critic:
+                with timer("values") as wait:
+                    batch = wait(phases.values(state.critic.params, batch))
+            with timer("adv") as wait:
+                batch, kl_coef, metrics = wait(phases.adv(batch, state.kl_coef))
+            critic, actor, updated = state.critic, state.actor, {}
+            if phases.update_critic and critic:
+                with timer("update_critic") as wait:
+                    critic, updates = wait(_update(phases.update_critic, critic, batch, number))
+                    updated["critic"] = updates
+            if self.step >= config.critic.warmup_steps:
+                with timer("update_actor") as wait:
+                    actor, updates = wait(_update(phases.update_actor, actor, batch, number))
+                    updated["actor"] = updates
+        self.step, self._cursor = self.step + 1, given.cursor
+        done = jax.device_put(np.int32(self.step), self._layout.replicated)
+        self._state = RunState(actor=actor, critic=critic, reference=state.reference, kl_coef=kl_coef, step=done)
+        numbers = _host_metrics(metrics, updated) | extras_metrics(scored.extras)
+        self._show(batch, given, texts, scored)
+        self._check(scored)
+        return numbers, batch
+
+    def _reward(self, batch: Batch, given: PromptBatch) -> tuple[Batch, list[str], Scores]:
+        check_batch(batch, n=self.config.rollout.n, vocab_size=self._program.actor_model.vocab_size)
+        texts = response_texts(batch, self._inputs.tokenizer, self.config.rollout.stop)
+        scored = score_texts(self._inputs.rewards, given, texts)
+        return self._phases.reward(batch, *self._layout.put_rows((scored.scores, scored.valid))), texts, scored
+
+    # The run
+
+    def _run(self) -> Iterator[tuple[Metrics, Batch]]:
+        config = self.config
+        try:
+            if self.step == 0 and config.eval.before and self._evaluator:
+                self._write(0, self._evaluate())
+            while self.step < self.total_steps:
+                self._timers.reset()
+                metrics, batch = self._step()
+                last = self.step == self.total_steps
+                if _due(self.step, config.eval.interval) or (last and config.eval.after):
+                    metrics |= self._evaluate()
+                if _due(self.step, config.trainer.save_interval) or (last and config.trainer.save_interval):
+                    with self._timers("save_checkpoint"):
+                        self._save()
+                metrics |= timing_metrics(
+                    self._timers.seconds,
+                    total_tokens=int(metrics["perf/total_num_tokens"]),
+                    response_tokens=int(metrics["perf/response_tokens"]),
+                    n_devices=self._layout.mesh.size,
+                )
+                self._write(self.step, metrics)
+                yield metrics, batch
+        finally:
+            self.close()
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> tuple[Metrics, Batch]:
+        return next(self._steps)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Closes the run's files; the state stays."""
+        if self._writer:
+            self._writer.close()
+            self._writer = None
+        if self._checkpoints:
+            self._checkpoints.close()
+
+    def state(self) -> RunState:
+        """A copy of the state after the last whole step (the live one's buffers are donated to the next)."""
+        return jax.tree.map(jnp.copy, self._state)
+
+    @property
+    def actor_params(self) -> Params:
+        """A copy of the policy's parameters after the last whole step."""
+        return jax.tree.map(jnp.copy, self._state.actor.params)
+
+    # Before the first step
+
+    def _open_checkpoints(self, workdir: str | Path | None) -> Checkpoints | None:
+        if workdir is None:
+            return None
+        before = previous_config(workdir)
+        if before is not None:
+            _, refused = resume_differences(before, self.config)
+            if refused:
+                lines = "\n  ".join(refused)
+                raise UserError(f"{workdir} holds a run with another configuration; use another --workdir:\n  {lines}")
+        return Checkpoints(Path(workdir) / "checkpoints", keep=self.config.trainer.keep_checkpoints)
+
+    def _restore(self, step: int | None) -> tuple[RunState, int]:
+        if step is None or self._checkpoints is None:
+            return initial_state(self._program, self._inputs), 0
+        state = initial_state_shapes(self._program)
+        state, meta = self._checkpoints.restore(state, step)
+        self._note(f"resumed from step {step}")
+        return state, int(meta["cursor"])
+
+    def _save(self) -> None:
+        if self._checkpoints and self.step not in self._checkpoints.steps():
+            self._checkpoints.save(self.step, self._state, {"cursor": self._cursor, "config": to_json(self.config)})
+
+    def _compile(self) -> None:
+        self._note("compiling the phases (once, before the first step)")
+        program, inputs, layout = self._program, self._inputs, self._layout
+        prompts = layout.put_rows(self._data.batch(self._cursor, self.config.data.train_batch_size).prompts)
+        rewards = {"weights": tuple(inputs.rewards.weights.tolist()), "jax_rewards": inputs.rewards.jax_functions}
+        self._phases = compile_step(program, self._state, abstract(prompts), **rewards, report=self._note)
+        self._evaluator = None
+        if inputs.held_out is not None:
+            e = self.config.eval
+            first = next(inputs.held_out.eval_batches(e.batch_size))
+            sample = compile_sampler(
+                program,
+                self._phases.update_weights.out,
+                abstract(layout.put_rows(first.prompts)),
+                n=e.n,
+                sampling=Sampling(temperature=e.temperature),
+                report=self._note,
+            )
+            self._evaluator = Evaluator(
+                data=inputs.held_out,
+                rewards=inputs.rewards,
+                tokenizer=inputs.tokenizer,
+                layout=layout,
+                stop=self.config.rollout.stop,
+                stops=program.stops,
+                sample=sample,
+                reward=compile_reward(layout, sample.out, **rewards, report=self._note),
+                batch_size=e.batch_size,
+            )
+
+    # After a step
+
+    def _evaluate(self) -> Metrics:
+        if self._evaluator is None:
+            return {}
+        with self._timers("testing"):
+            metrics, _ = self._evaluator(self._phases.update_weights(self._state.actor.params), self.step)
+        return metrics
+
+    def _check(self, scored: Scores) -> None:
+        """Ends a run that cannot learn any more."""
+        if scored.failures and not scored.valid.any():
+            raise RunAborted(f"step {self.step}: the reward failed on every response; the first failure:\n{scored.failures[0]}")
+        for role, trained in (("actor", self._state.actor), ("critic", self._state.critic)):
+            skipped = int(trained.skipped) if trained else 0
+            if skipped >= self.config.trainer.max_skipped_updates:
+                raise RunAborted(
+                    f"step {self.step}: {skipped} updates of the {role} in a row had a non-finite loss or gradient; "
+                    "the parameters are those before them"
+                )
+
+    def _show(self, batch: Batch, given: PromptBatch, texts: Sequence[str], scored: Scores) -> None:
+        if self._writer is None:
+            return
+        logging = self.config.trainer
+        samples = self._writer.wants_samples(self.step)
+        if samples or logging.rollout_dump:
+            rows = rollout_rows(batch, given, texts, scored)
+            if logging.rollout_dump:
+                self._writer.rollouts(self.step, rows)
+            if samples:
+                self._writer.samples(self.step, sample_rows(rows, logging.samples_to_show))
+
+    def _write(self, step: int, metrics: Metrics) -> None:
+        if self._writer and metrics:
+            self._writer.step(step, metrics)
+
+    def _note(self, text: str) -> None:
+        if self._writer:
+            self._writer.note(text)
+
+    def _note_inputs(self) -> None:
+        for notice in notices(self.config):
+            self._note(f"notice: {notice}")
+        held_out = f", {len(self._inputs.held_out)} held out" if self._inputs.held_out else ""
+        dropped = f", {self._data.dropped} dropped as too long" if self._data.dropped else ""
+        self._note(f"{len(self._data)} prompts of at most {self._data.longest} tokens{held_out}{dropped}")
+
+
+def initial_state_shapes(program: Any) -> RunState:
+    """The shapes, dtypes and shardings of a program's state."""
+    from jaxrl_llm.sharding import abstract as declared
+
+    actor = declared(program.actor_model.declare())
+    critic = declared(program.critic_model.declare()) if program.critic_model else None
+    shapes = jax.eval_shape(program.init, actor, critic, None)
+    return jax.tree.map(
+        lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), shapes, state_shardings(program)
+    )
+
+
+class Timers:
+    """Seconds by phase. `with timer("gen") as wait:` measures until what `wait` was given is really there."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+
+    def reset(self) -> None:
+        self.seconds = {}
+
+    @contextlib.contextmanager
+    def __call__(self, phase: str) -> Iterator[Any]:
+        start = time.perf_counter()
+        yield jax.block_until_ready
+        self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - start
+
+
+def _update(updates: CompiledUpdates, state: TrainState, batch: Batch, step: np.int32) -> tuple[TrainState, list[Any]]:
+    """The phase's updates one after the other, without waiting for any of them."""
+    metrics = []
+    for index in range(updates.count):
+        state, found = updates.update(state, batch, step, np.int32(index))
+        metrics.append(found)
+    return state, metrics
+
+
+def _host_metrics(metrics: Any, updated: dict[str, list[Any]]) -> Metrics:
+    """Everything a step measured on its devices, fetched at once, as numbers."""
+    metrics, updated = jax.device_get((metrics, updated))
+    for role, updates in updated.items():
+        stacked = {name: np.stack([update[name] for update in updates]) for name in updates[0]}
+        metrics |= prefixed(role, summarize(stacked, np))
+    return {name: float(value) for name, value in metrics.items()}
+
+
+def _due(step: int, interval: int) -> bool:
+    return interval > 0 and step % interval == 0
