@@ -22,5 +22,5 @@ def get_config() -> Any:
     config.actor.micro_batch_size = 16
     config.optimizer.update(lr=1e-5, weight_decay=0.0)
     config.trainer.update(steps=40, save_interval=20)
-    config.eval.update(batch_size=50)
+    config.eval.update(interval=10, batch_size=50)
     return config

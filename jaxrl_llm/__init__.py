@@ -1,10 +1,10 @@
 """PPO and GRPO for language models in JAX, purely functional.
 
-    import jaxrl_llm
+import jaxrl_llm
 
-    config = jaxrl_llm.load_config("configs/smollm2_addition.py", {"trainer.steps": 40})
-    for metrics, batch in jaxrl_llm.fit(config):
-        print(metrics["critic/score/mean"])
+config = jaxrl_llm.load_config("configs/smollm2_addition.py", {"trainer.steps": 40})
+for metrics, batch in jaxrl_llm.fit(config):
+    print(metrics["critic/score/mean"])
 """
 
 from __future__ import annotations

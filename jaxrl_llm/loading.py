@@ -81,7 +81,9 @@ def load_inputs(config: Config, *, train: bool = True) -> Inputs:
     )
 
 
-def stop_rules(rollout: Rollout, tokenizer: PreTrainedTokenizerFast, eos_ids: Sequence[int], vocab_size: int) -> StopRules:
+def stop_rules(
+    rollout: Rollout, tokenizer: PreTrainedTokenizerFast, eos_ids: Sequence[int], vocab_size: int
+) -> StopRules:
     """What ends a response: the model's end tokens (unless ignored), stop token ids, stop strings."""
     ids = [*(() if rollout.ignore_eos else eos_ids), *rollout.stop_token_ids] or [-1]
     pieces = token_bytes(tokenizer) if rollout.stop else []

@@ -1,6 +1,6 @@
 """Trains a language model by PPO or GRPO.
 
-    python -m jaxrl_llm.train --config configs/smollm2_addition.py --config.trainer.steps=40 --workdir runs/addition
+python -m jaxrl_llm.train --config configs/smollm2_addition.py --config.trainer.steps=40 --workdir runs/addition
 """
 
 from __future__ import annotations

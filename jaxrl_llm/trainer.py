@@ -164,7 +164,9 @@ class Run:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.close()
 
     def close(self) -> None:
@@ -251,7 +253,9 @@ class Run:
     def _check(self, scored: Scores) -> None:
         """Ends a run that cannot learn any more."""
         if scored.failures and not scored.valid.any():
-            raise RunAborted(f"step {self.step}: the reward failed on every response; the first failure:\n{scored.failures[0]}")
+            raise RunAborted(
+                f"step {self.step}: the reward failed on every response; the first failure:\n{scored.failures[0]}"
+            )
         for role, trained in (("actor", self._state.actor), ("critic", self._state.critic)):
             skipped = int(trained.skipped) if trained else 0
             if skipped >= self.config.trainer.max_skipped_updates:

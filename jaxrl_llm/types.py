@@ -150,20 +150,47 @@ class Batch(struct.PyTreeNode):
 
         return self._map_fields(per_prompt=lambda x: x[prompt_indices], per_row=rows)
 
-    def expand(self) -> Batch:
-        """The same rows with their prompts repeated, so that every leaf has the leading axis B (and n is 1)."""
-        n = self.n
+    def regroup(self, n: int) -> Batch:
+        """The same rows with n responses to a prompt, prompts repeated; n must divide this batch's n."""
+        times = self.n // n
+        chex.assert_equal(times * n, self.n)
 
         def repeat(x: Array) -> Array:
-            return jnp.broadcast_to(x[:, None], (x.shape[0], n, *x.shape[1:])).reshape(-1, *x.shape[1:])
+            return jnp.broadcast_to(x[:, None], (x.shape[0], times, *x.shape[1:])).reshape(-1, *x.shape[1:])
 
-        return self if n == 1 else self._map_fields(per_prompt=repeat, per_row=lambda x: x)
+        return self if times == 1 else self._map_fields(per_prompt=repeat, per_row=lambda x: x)
+
+    def split(self, parts: int) -> Batch:
+        """Leaves with a leading axis of `parts` batches: part j has the prompts j, j + parts, …, so that each part takes
+        some of every shard's. `join_parts` undoes it."""
+        per_part, n = self.num_prompts // parts, self.n
+        chex.assert_equal(per_part * parts, self.num_prompts)
+
+        def prompts(x: Array) -> Array:
+            return x.reshape(per_part, parts, *x.shape[1:]).swapaxes(0, 1)
+
+        def rows(x: Array) -> Array:
+            return prompts(x.reshape(-1, n, *x.shape[1:])).reshape(parts, per_part * n, *x.shape[1:])
+
+        return self._map_fields(per_prompt=prompts, per_row=rows)
+
+    def join_parts(self, tree: Any) -> Any:
+        """Leaves [parts, B / parts, …], computed from `split(parts)` of this batch, as [B, …] in its rows' order."""
+
+        def join(x: Array) -> Array:
+            parts, rows = x.shape[:2]
+            grouped = x.reshape(parts, rows // self.n, self.n, *x.shape[2:]).swapaxes(0, 1)
+            return grouped.reshape(parts * rows, *x.shape[2:])
+
+        return jax.tree.map(join, tree)
 
     def _map_fields(self, per_prompt: Callable[[Array], Array], per_row: Callable[[Array], Array]) -> Batch:
-        return Batch(**{
-            f.name: jax.tree.map(per_prompt if f.name in PER_PROMPT else per_row, getattr(self, f.name))
-            for f in dataclasses.fields(self)
-        })
+        return Batch(
+            **{
+                f.name: jax.tree.map(per_prompt if f.name in PER_PROMPT else per_row, getattr(self, f.name))
+                for f in dataclasses.fields(self)
+            }
+        )
 
 
 def check_batch(batch: Batch, *, n: int, vocab_size: int) -> None:
@@ -297,9 +324,11 @@ class Param:
 class Model:
     """A language model as pure functions: the only thing that steps know of one.
 
-    forward(params, tokens, positions, segment_ids, *, prefix_ids=None, cache=None) -> (hidden, cache)
+    forward(params, tokens, positions, segment_ids, *, prefix_ids=None, blocks=None, cache=None) -> (hidden, cache)
       tokens, positions, segment_ids: int32 [B, T]. Segment 0 is padding. A token sees the tokens of its own segment at
       positions up to its own, and those of segment `prefix_ids` (int32 [B, T]; 0 for none) likewise.
+      With blocks = (P, n), T is P tokens of a prompt, then n responses of equal width: each sees the prompt and itself, and
+      segment_ids is a 0/1 mask. The same could be said with segments and prefixes, but here what is unseen is not computed.
       With a cache, segment_ids is a 0/1 mask: real tokens are written to the cache's slot
       `position - prompt_length` of their row and see the row's prompt and slots. hidden: compute dtype [B, T, D], normalized.
     heads["logits"](params, hidden [..., D]) -> float32 [..., V];  heads["value"](params, hidden) -> float32 [...]

@@ -22,7 +22,9 @@ MODEL, PARAMS, PROMPTS, KEY = tiny.model(), tiny.params(), tiny.prompts(), jax.r
 
 
 @partial(jax.jit, static_argnames=("n", "width", "sampling"))
-def _rollout(params: Any, prompts: Prompts, key: Any, stops: StopRules, n: int, width: int, sampling: Sampling) -> Batch:
+def _rollout(
+    params: Any, prompts: Prompts, key: Any, stops: StopRules, n: int, width: int, sampling: Sampling
+) -> Batch:
     return rollout(MODEL, params, prompts, key, n=n, width=width, sampling=sampling, stops=stops)
 
 
@@ -48,8 +50,24 @@ def test_a_batch_is_well_formed() -> None:
 def test_log_probs_are_those_of_the_scorer() -> None:
     """What the cached, shared-prompt decoder says of its tokens, the plain forward pass over whole rows says too."""
     batch = roll(temperature=0.7)
-    stats = score_tokens(MODEL, PARAMS, batch.expand(), temperature=0.7, chunk_tokens=32)
+    stats = score_tokens(MODEL, PARAMS, batch, temperature=0.7, chunk_tokens=32)
     np.testing.assert_allclose(batch.rollout_log_probs, stats.log_probs, atol=2e-5)
+
+
+@pytest.mark.parametrize("n", [1, 2, 4])
+def test_a_shared_prompt_changes_nothing(n: int) -> None:
+    """However many responses share the computation of their prompt: the same log-probs as from a plain causal pass."""
+    batch = roll(stops=stop_ids(*range(20)))  # ragged
+    stats = score_tokens(MODEL, PARAMS, batch.regroup(n), temperature=1.0, chunk_tokens=32)
+    rows = batch.regroup(1)
+    real = np.arange(WIDTH)[None] < np.asarray(rows.response_length)[:, None]
+    mask = jnp.concatenate([rows.prompt_mask, jnp.asarray(real)], 1)
+    tokens = jnp.concatenate([rows.prompts, rows.responses], 1)
+    where = jnp.maximum(jnp.cumsum(mask, 1) - 1, 0)
+    hidden, _ = MODEL.forward(PARAMS, tokens, where, mask.astype(jnp.int32))
+    logits = MODEL.heads["logits"](PARAMS, hidden[:, 5:-1])
+    plain = jnp.take_along_axis(jax.nn.log_softmax(logits), rows.responses[:, :, None], 2)[:, :, 0]
+    np.testing.assert_allclose(stats.log_probs, jnp.where(rows.response_mask, plain, 0), atol=2e-5)
 
 
 def test_unstacked_layers_sample_the_same() -> None:
@@ -85,7 +103,7 @@ def test_contents_of_prompt_padding_do_not_matter() -> None:
 
 def test_greedy_is_the_argmax_of_the_plain_forward_pass() -> None:
     batch = roll(temperature=0.0, n=1)
-    rows = batch.expand()
+    rows = batch.regroup(1)
     for row in range(4):
         ids = [int(t) for t, m in zip(rows.prompts[row], rows.prompt_mask[row], strict=True) if m]
         for expected in np.asarray(batch.responses[row]):
@@ -160,7 +178,7 @@ def test_a_stop_string_is_found_across_token_borders() -> None:
     a, b = plain[0, 2:4]
     table = np.zeros((3, tiny.VOCAB), np.int32)
     table[:2, a] = 1
-    table[1, b] = 2 if a != b else 2
+    table[1, b] = 2
     table[2] = 2
     batch = roll(stops=no_stop_rules(tiny.VOCAB).replace(strings=jnp.asarray(table)))
     assert batch.response_length[0] <= 4 and batch.finish_reason[0] == FINISH_STOP

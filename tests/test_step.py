@@ -34,8 +34,6 @@ def compiled(p: Program) -> Any:
     return jax.jit(make_step(p, tiny.even_tokens))
 
 
-
-
 GRPO = {"actor__use_kl_loss": True}
 PPO = {
     "algorithm__estimator": "gae",
@@ -73,7 +71,9 @@ def test_vmapped_over_seeds_equals_single_runs() -> None:
         state, single, batch = one(states[seed], tiny.prompts(), keys[seed])
         np.testing.assert_array_equal(batches.responses[seed], batch.responses)
         jax.tree.map(
-            lambda a, b, seed=seed: np.testing.assert_allclose(a[seed], b, atol=2e-5), many.actor.params, state.actor.params
+            lambda a, b, seed=seed: np.testing.assert_allclose(a[seed], b, atol=2e-5),
+            many.actor.params,
+            state.actor.params,
         )
         np.testing.assert_allclose(metrics["actor/pg_loss"][seed], single["actor/pg_loss"], atol=1e-6)
 
@@ -115,7 +115,9 @@ def test_one_update_needs_no_old_pass_and_gives_the_same_gradient() -> None:
     """With one epoch and one mini-batch, old log-probs held constant are the pass that is saved."""
     once = program()
     assert once.old_log_prob is None
-    twice = program(algorithm__rollout_correction__rollout_is="token", algorithm__rollout_correction__rollout_is_threshold=1e6)
+    twice = program(
+        algorithm__rollout_correction__rollout_is="token", algorithm__rollout_correction__rollout_is_threshold=1e6
+    )
     assert twice.old_log_prob is not None
     state, prompts, key = start(once), tiny.prompts(), step_key(0, 0)
     saved, _, _ = compiled(once)(state, prompts, key)

@@ -51,7 +51,7 @@ class AdvantageInputs(NamedTuple):
     rollout_is_weights: Array | None = None  # float [B, R]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # compared and hashed by identity, so that it can be a static argument
 class Estimator:
     """An estimator under the one calling convention: `estimator(evidence, **options) -> (advantages, returns)`."""
 

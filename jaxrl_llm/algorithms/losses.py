@@ -58,7 +58,7 @@ Array = jax.Array
 BYPASS_LOSSES = ("ppo_clip", "reinforce")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # compared and hashed by identity, so that it can be a static argument
 class PolicyLoss:
     """A policy loss and what a trainer must know of it.
 

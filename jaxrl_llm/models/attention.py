@@ -91,6 +91,31 @@ def join(first: tuple[Array, Array], second: tuple[Array, Array]) -> tuple[Array
     return (weight_1 * out_1 + weight_2 * out_2).astype(out_1.dtype), lse
 
 
+def attend_blocks(
+    q: Array, k: Array, v: Array, positions: Array, mask: Array, *, blocks: tuple[int, int], scale: float
+) -> Array:
+    """Attention in lines of a prompt and n responses to it, [B, P + n·R]: each response sees the prompt and itself.
+
+    Args:
+      q: [B, P + n·R, H, D]; k, v: [B, P + n·R, KV, D]
+      positions: int32 [B, P + n·R], those of a response go on where its prompt ends.
+      mask: int32 0/1 [B, P + n·R]
+      blocks: (P, n).
+    """
+    width, n = blocks
+    lines = q.shape[0]
+    prompt, rest = (tuple(x[:, part] for x in (q, k, v, positions, mask)) for part in (slice(width), slice(width, None)))
+    own = tuple(x.reshape(lines * n, -1, *x.shape[2:]) for x in rest)
+
+    def within(q: Array, k: Array, v: Array, where: Array, real: Array) -> tuple[Array, Array]:
+        return attend(q, k, v, where, where, real, real, scale=scale)
+
+    of_prompt = attend(rest[0], prompt[1], prompt[2], rest[3], prompt[3], rest[4], prompt[4], scale=scale)
+    of_own = tuple(x.reshape(lines, -1, *x.shape[2:]) for x in within(*own))
+    responses, _ = join(of_prompt, (of_own[0], of_own[1]))
+    return jnp.concatenate([within(*prompt)[0], responses], 1)
+
+
 def attend_cached(
     q: Array,
     prompt: tuple[Array, Array, Array],
@@ -107,7 +132,7 @@ def attend_cached(
       prompt: k, v [G, P, KV, D] and the number of filled slots, int32 [G].
       own: k, v [B, R, KV, D] and the number of filled slots, int32 [B].
     """
-    rows, length, heads, size = q.shape
+    rows, length, heads, _ = q.shape
     prompt_k, prompt_v, prompt_length = prompt
     k, v, filled = own
     groups, width = prompt_k.shape[:2]

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxrl_llm.models.attention import attend, attend_cached
+from jaxrl_llm.models.attention import attend, attend_blocks, attend_cached
 from jaxrl_llm.types import Array, KVCache, Model, Param, Params
 
 ACTIVATIONS: dict[str, Callable[[Array], Array]] = {"silu": jax.nn.silu}
@@ -214,6 +214,7 @@ def _forward(
     segment_ids: Array,
     *,
     prefix_ids: Array | None = None,
+    blocks: tuple[int, int] | None = None,
     cache: KVCache | None = None,
 ) -> tuple[Array, KVCache | None]:
     chex.assert_rank(tokens, 2)
@@ -226,7 +227,7 @@ def _forward(
     block = partial(_block, config, constrain)
     layers = params["layers"]
     if cache is None:
-        x = _run_layers(block, layers, x, rope, (positions, segment_ids, prefix_ids), remat)
+        x = _run_layers(block, layers, x, rope, (positions, segment_ids, prefix_ids), blocks, remat)
     else:
         x, cache = _run_cached(block, layers, x, rope, (positions, segment_ids), cache)
     return _rms_norm(x, params["final_norm"], config.norm_eps), cache
@@ -263,6 +264,7 @@ def _run_layers(
     x: Array,
     rope: tuple[Array, Array],
     where: tuple[Array, Array, Array | None],
+    blocks: tuple[int, int] | None,
     remat: str,
 ) -> Array:
     positions, segments, prefixes = where
@@ -270,6 +272,8 @@ def _run_layers(
     def run(layer: Params, x: Array) -> Array:
         def attention(q: Array, k: Array, v: Array) -> tuple[Array, None]:
             scale = q.shape[-1] ** -0.5
+            if blocks is not None:
+                return attend_blocks(q, k, v, positions, segments, blocks=blocks, scale=scale), None
             out, _ = attend(q, k, v, positions, positions, segments, segments, scale=scale, q_prefix=prefixes)
             return out, None
 

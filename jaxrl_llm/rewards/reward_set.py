@@ -74,7 +74,9 @@ class RewardSet:
         for column, function in self.jax_functions.items():
             for name, get in getattr(function, "record_arrays", {}).items():
                 if arrays.setdefault(name, get) is not get and arrays[name] != get:
-                    raise UserError(f"reward {self.names[column]!r}: another reward reads record array {name!r} otherwise")
+                    raise UserError(
+                        f"reward {self.names[column]!r}: another reward reads record array {name!r} otherwise"
+                    )
         return arrays
 
     def check(self, records: Iterable[Record]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -69,7 +70,9 @@ class Program:
           ValueError: the config has a critic and its parameters are not given.
         """
         if (critic is None) != (self.critic is None):
-            raise ValueError(f"the config has {'no critic' if self.critic is None else 'a critic'}, its parameters differ")
+            raise ValueError(
+                f"the config has {'no critic' if self.critic is None else 'a critic'}, its parameters differ"
+            )
         if self.ref is None:
             reference = None
         elif reference is None:
@@ -162,7 +165,14 @@ def gen(
 
 
 def _score(
-    config: Config, layout: Layout, actor: Model, params: Params, batch: Batch, *, everything: bool = False, pi_squared: bool = False
+    config: Config,
+    layout: Layout,
+    actor: Model,
+    params: Params,
+    batch: Batch,
+    *,
+    everything: bool = False,
+    pi_squared: bool = False,
 ) -> TokenStats:
     entered = _enter(config, params)
 
@@ -177,7 +187,12 @@ def _score(
             with_sum_pi_squared=pi_squared,
         )
 
-    return in_micro_batches(score, batch.expand(), _score_parts(config, layout, batch.num_rows))
+    return _in_micro_batches(config, layout, score, batch)
+
+
+def _in_micro_batches(config: Config, layout: Layout, score: Callable[[Batch], Any], batch: Batch) -> Any:
+    parts, group = _micro_batches(batch.num_rows, batch.n, config.trainer.score_micro_batch_size, layout)
+    return in_micro_batches(score, batch.regroup(group), parts)
 
 
 def need_old_log_probs(config: Config, estimator: Estimator) -> bool:
@@ -215,23 +230,20 @@ def _ref(score: Callable[..., TokenStats], params: Params, batch: Batch) -> Batc
 
 def _values(config: Config, layout: Layout, critic: Model, params: Params, batch: Batch) -> Batch:
     entered = _enter(config, params)
-    parts = _score_parts(config, layout, batch.num_rows)
-    values = in_micro_batches(lambda r: score_values(critic, entered, layout.constrain_rows(r)), batch.expand(), parts)
+    values = _in_micro_batches(
+        config, layout, lambda rows: score_values(critic, entered, layout.constrain_rows(rows)), batch
+    )
     return batch.write("values", values=values)
 
 
-def _score_parts(config: Config, layout: Layout, rows: int) -> int:
-    return _parts(rows, config.trainer.score_micro_batch_size, layout)
-
-
-def _parts(rows: int, rows_per_device: int, layout: Layout) -> int:
-    """Micro-batches that `rows` make at `rows_per_device` at a time; 0 is all at once."""
+def _micro_batches(rows: int, n: int, rows_per_device: int, layout: Layout) -> tuple[int, int]:
+    """Micro-batches that `rows` make at `rows_per_device` at a time (0: all at once), and the responses that share a prompt."""
     if rows_per_device == 0:
-        return 1
+        return 1, n
     at_once = rows_per_device * layout.batch_shards
     if rows % at_once:
         raise ValueError(f"{rows} rows do not divide into micro-batches of {at_once} ({rows_per_device} per device)")
-    return rows // at_once
+    return rows // at_once, math.gcd(n, rows_per_device)
 
 
 # Advantages
@@ -294,10 +306,13 @@ def _updates(
     per_step = role.epochs * (prompts // size)
     total = steps * per_step
     schedule, transform = make_schedule(optimizer, total), make_optimizer(optimizer, total)
+    n = config.rollout.n
+    parts, group = _micro_batches(size * n, n, role.micro_batch_size, layout)
     update = make_update(
         loss_fn,
         transform,
-        micro_batches=_parts(size * config.rollout.n, role.micro_batch_size, layout),
+        micro_batches=parts,
+        group=group,
         enter=partial(_enter, config),
         leave=lambda grads: grads if config.model.scan_layers else stack_layers(grads),
         constrain_rows=layout.constrain_rows,

@@ -39,7 +39,7 @@ def write_scores(
     last = jnp.where(batch.response_mask, jnp.arange(width)[None, :], -1).max(1)
     on_last = jnp.arange(width)[None, :] == last[:, None]
     columns, token_level = [], jnp.zeros((rows, width), jnp.float32)
-    arrays = batch.expand()
+    arrays = batch.regroup(1)
     for k, weight in enumerate(weights):
         column = scores[:, k].astype(jnp.float32)
         if jax_rewards and k in jax_rewards:
@@ -52,6 +52,4 @@ def write_scores(
             tokens = jnp.where(on_last, column[:, None], 0)
         columns.append(column)
         token_level = token_level + weight * tokens
-    return batch.write(
-        "reward", scores=jnp.stack(columns, 1), row_valid=row_valid, token_level_scores=token_level
-    )
+    return batch.write("reward", scores=jnp.stack(columns, 1), row_valid=row_valid, token_level_scores=token_level)

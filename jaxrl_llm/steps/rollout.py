@@ -38,7 +38,9 @@ def append(model: Model, params: Params, cache: KVCache, tokens: Array, mask: Ar
     """
     chex.assert_equal_shape([tokens, mask])
     rows = tokens.shape[0]
-    start = jnp.repeat(cache.prompt_length, rows // cache.prompt_length.shape[0], total_repeat_length=rows) + cache.length
+    start = (
+        jnp.repeat(cache.prompt_length, rows // cache.prompt_length.shape[0], total_repeat_length=rows) + cache.length
+    )
     positions = start[:, None] + jnp.maximum(jnp.cumsum(mask, 1, dtype=jnp.int32) - 1, 0)
     hidden, filled = model.forward(params, jnp.where(mask, tokens, 0), positions, mask.astype(jnp.int32), cache=cache)
     assert filled is not None

@@ -12,25 +12,34 @@ from jaxrl_llm.algorithms.log_probs import TokenStats, from_hidden
 from jaxrl_llm.types import Array, Batch, Model, Params
 
 
-def response_hidden(model: Model, params: Params, rows: Batch) -> Array:
+def response_hidden(model: Model, params: Params, batch: Batch) -> Array:
     """Hidden states [B, R, D] of the positions that *predict* each response token: the one place of the shift by one.
 
-    `rows` is an expanded batch (a prompt per row). Token ids where no mask stands are never read.
+    A prompt is computed once for its n responses. Token ids where no mask stands are never read.
     """
-    width = rows.response_width
-    in_response = jnp.arange(width)[None, :] < rows.response_length[:, None]
+    (groups, width), n, rows = batch.prompts.shape, batch.n, batch.num_rows
     # The last response token predicts nothing that is asked for.
-    mask = jnp.concatenate([rows.prompt_mask, in_response[:, :-1]], 1)
-    tokens = jnp.where(mask, jnp.concatenate([rows.prompts, rows.responses[:, :-1]], 1), 0)
-    positions = jnp.maximum(jnp.cumsum(mask, 1, dtype=jnp.int32) - 1, 0)
-    hidden, _ = model.forward(params, tokens, positions, mask.astype(jnp.int32))
-    return hidden[:, -width:]
+    inputs = max(batch.response_width - 1, 1)
+    in_response = jnp.arange(inputs)[None, :] < batch.response_length[:, None]
+    prompt_length = batch.prompt_mask.sum(1, dtype=jnp.int32)
+    after = jnp.arange(inputs)[None, :] + jnp.repeat(prompt_length, n, total_repeat_length=rows)[:, None]
+
+    def line(prompt: Array, response: Array) -> Array:
+        return jnp.concatenate([prompt, response.reshape(groups, n * inputs)], 1)
+
+    mask = line(batch.prompt_mask, in_response)
+    tokens = jnp.where(mask, line(batch.prompts, batch.responses[:, :inputs]), 0)
+    before = jnp.maximum(jnp.cumsum(batch.prompt_mask, 1, dtype=jnp.int32) - 1, 0)
+    hidden, _ = model.forward(params, tokens, line(before, after), mask.astype(jnp.int32), blocks=(width, n))
+    last_of_prompt = jnp.repeat(hidden[:, width - 1], n, axis=0, total_repeat_length=rows)[:, None]
+    of_responses = hidden[:, width:].reshape(rows, inputs, -1)[:, : batch.response_width - 1]
+    return jnp.concatenate([last_of_prompt, of_responses], 1)
 
 
 def score_tokens(
     model: Model,
     params: Params,
-    rows: Batch,
+    batch: Batch,
     *,
     temperature: float,
     chunk_tokens: int,
@@ -41,37 +50,27 @@ def score_tokens(
 
     Logits exist for `chunk_tokens` tokens at a time (rows × positions; at least one position of every row).
     """
-    mask = rows.response_mask
+    mask = batch.response_mask
     stats = from_hidden(
         lambda hidden: model.heads["logits"](params, hidden),
-        response_hidden(model, params, rows),
-        jnp.where(mask, rows.responses, 0),
+        response_hidden(model, params, batch),
+        jnp.where(mask, batch.responses, 0),
         temperature=temperature,
-        chunk=max(1, chunk_tokens // rows.num_rows),
+        chunk=max(1, chunk_tokens // batch.num_rows),
         with_entropy=with_entropy,
         with_sum_pi_squared=with_sum_pi_squared,
     )
     return jax.tree.map(lambda x: jnp.where(mask, x, 0), stats)
 
 
-def score_values(model: Model, params: Params, rows: Batch) -> Array:
+def score_values(model: Model, params: Params, batch: Batch) -> Array:
     """values [B, R], values[t] before response token t is known; 0 outside the mask."""
-    values = model.heads["value"](params, response_hidden(model, params, rows))
-    return jnp.where(rows.response_mask, values, 0)
+    values = model.heads["value"](params, response_hidden(model, params, batch))
+    return jnp.where(batch.response_mask, values, 0)
 
 
-def split_rows(tree: Any, parts: int) -> Any:
-    """Leaves [B, …] as [parts, B / parts, …]; part j takes rows j, j + parts, …, so that each takes some of every shard."""
-    return jax.tree.map(lambda x: x.reshape(x.shape[0] // parts, parts, *x.shape[1:]).swapaxes(0, 1), tree)
-
-
-def join_rows(tree: Any) -> Any:
-    """The inverse of `split_rows`."""
-    return jax.tree.map(lambda x: x.swapaxes(0, 1).reshape(-1, *x.shape[2:]), tree)
-
-
-def in_micro_batches(score: Callable[[Batch], Any], rows: Batch, parts: int) -> Any:
-    """score(rows), computed in `parts` micro-batches one after the other; parts must divide the number of rows."""
+def in_micro_batches(score: Callable[[Batch], Any], batch: Batch, parts: int) -> Any:
+    """score(batch), computed in `parts` micro-batches of whole prompts, one after the other."""
     if parts == 1:
-        return score(rows)
-    return join_rows(jax.lax.map(score, split_rows(rows, parts)))
+        return score(batch)
+    return batch.join_parts(jax.lax.map(score, batch.split(parts)))

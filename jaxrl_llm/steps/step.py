@@ -65,9 +65,7 @@ def make_step(program: Program, reward_fn: JaxReward) -> StepFn:
         else:
             actor = trained
         metrics |= prefixed("actor", actor_metrics)
-        state = RunState(
-            actor=actor, critic=critic, reference=state.reference, kl_coef=kl_coef, step=state.step + 1
-        )
+        state = RunState(actor=actor, critic=critic, reference=state.reference, kl_coef=kl_coef, step=state.step + 1)
         return state, metrics, batch
 
     return step

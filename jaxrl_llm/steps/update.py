@@ -14,7 +14,6 @@ import jax.numpy as jnp
 import optax
 
 from jaxrl_llm.algorithms.losses import Norm
-from jaxrl_llm.steps.scoring import split_rows
 from jaxrl_llm.types import Array, Batch, Params, TrainState
 
 Metrics = dict[str, Array]
@@ -37,6 +36,7 @@ def make_update(
     optimizer: optax.GradientTransformation,
     *,
     micro_batches: int = 1,
+    group: int = 0,
     enter: Callable[[Params], Params] = lambda params: params,
     leave: Callable[[Params], Params] = lambda grads: grads,
     constrain_rows: Callable[[Any], Any] = lambda tree: tree,
@@ -46,7 +46,9 @@ def make_update(
     Args:
       loss_fn: see `LossFn`.
       optimizer: its clipping included; gets gradients in the parameters' dtype.
-      micro_batches: into how many parts the rows are split, computed one after the other; must divide their number.
+      micro_batches: into how many parts the rows are split, computed one after the other.
+      group: responses that share one computation of their prompt, a divisor of the batch's n; 0 is n. Micro-batches are
+        made of whole groups, whose number they must divide.
       enter, leave: change the parameters' layout for the loss and the gradient's layout back (unstacked layers).
       constrain_rows: keeps rows spread over the mesh.
 
@@ -61,14 +63,12 @@ def make_update(
         if micro_batches == 1:
             (loss, metrics), grads = value_and_grad(params, batch, norm, key)
             return grads, loss, metrics
-        parts = split_rows(batch, micro_batches)
+        parts = batch.split(micro_batches)
 
         def accumulate(total: Any, per_part: tuple[Array, Batch]) -> tuple[Any, None]:
             index, rows = per_part
             sums, loss_sum, metric_sum = total
-            (loss, metrics), grads = value_and_grad(
-                params, constrain_rows(rows), norm, jax.random.fold_in(key, index)
-            )
+            (loss, metrics), grads = value_and_grad(params, constrain_rows(rows), norm, jax.random.fold_in(key, index))
             return (jax.tree.map(jnp.add, sums, grads), loss_sum + loss, combine_metrics(metric_sum, metrics)), None
 
         first = jax.tree.map(lambda x: x[0], parts)
@@ -79,7 +79,7 @@ def make_update(
         return jax.tree.map(lambda g, p: g.astype(p.dtype), grads, params), loss, metrics
 
     def update(state: TrainState, batch: Batch, key: Array) -> tuple[TrainState, Metrics]:
-        grads, loss, metrics = gradient(enter(state.params), batch.expand(), key)
+        grads, loss, metrics = gradient(enter(state.params), batch.regroup(group or batch.n), key)
         grads = leave(grads)
         grad_norm = optax.tree.norm(grads)
         finite = jnp.isfinite(grad_norm) & jnp.isfinite(loss)
@@ -128,7 +128,9 @@ def mini_batches(key: Array, *, prompts: int, size: int, epochs: int, shuffle: b
     return orders.reshape(-1, size)
 
 
-def run_updates(update: UpdateFn, state: TrainState, batch: Batch, key: Array, indices: Array) -> tuple[TrainState, Metrics]:
+def run_updates(
+    update: UpdateFn, state: TrainState, batch: Batch, key: Array, indices: Array
+) -> tuple[TrainState, Metrics]:
     """The updates of one phase, as a scan over the rows of `indices`; the metrics are means over the updates.
 
     A scan makes one program of it. The trainer calls the same `update` once per mini-batch instead (see `update_keys`).

@@ -1,0 +1,137 @@
+"""Held-out accuracy of a model, or of a run's newest checkpoint: greedy, and sampled, each with a 95% interval.
+
+    python -m jaxrl_llm.evaluate --config configs/smollm2_addition.py
+    python -m jaxrl_llm.evaluate --run runs/addition --samples 4 --output answers.jsonl
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxrl_llm.command_line import make_parser, parse_args
+from jaxrl_llm.config import Config
+from jaxrl_llm.errors import RunAborted, StorageError, UserError
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The exit code: 0 done, 2 user error, 4 storage."""
+    argv = list(sys.argv[1:] if argv is None else argv)
+    try:
+        parser = make_parser("evaluate", "Held-out accuracy, greedy and sampled, with a 95% interval.")
+        parser.add_argument("--run", metavar="DIR", help="a run's folder: its newest checkpoint, and its config if none is given")
+        parser.add_argument("--samples", type=int, default=4, help="sampled responses per prompt; 0 for greedy alone")
+        parser.add_argument("--output", metavar="FILE", help="write every response and score to this JSONL file")
+        known, _ = parser.parse_known_args([*argv, "--config="])
+        if known.run and not any(a.startswith("--config") and not a.startswith("--config.") for a in argv):
+            argv = ["--config", str(Path(known.run) / "config.json"), *argv]
+        config, args = parse_args(parser, argv)
+        if not config.data.eval:
+            raise UserError("config.data.eval: must be given: a source of held-out prompts")
+        results = evaluate(config, run=args.run, samples=args.samples)
+    except (UserError, RunAborted, StorageError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    for name, rows in results.items():
+        print(summary(name, rows))
+    if args.output:
+        lines = (json.dumps({"mode": name, **row}, ensure_ascii=False) for name, rows in results.items() for row in rows)
+        Path(args.output).write_text("".join(line + "\n" for line in lines), encoding="utf-8")
+    return 0
+
+
+def evaluate(config: Config, *, run: str | None = None, samples: int = 4) -> dict[str, list[dict[str, Any]]]:
+    """The responses to the held-out prompts with their scores: {"greedy": rows, "sampled": rows}.
+
+    Args:
+      run: a run's folder, whose newest checkpoint is evaluated; None is the model that the config names.
+      samples: responses per prompt at rollout.temperature; 0 leaves "sampled" out.
+    """
+    import jax
+
+    from jaxrl_llm.checkpoint import Checkpoints, abstract
+    from jaxrl_llm.compiled import Compiled, compile_reward, compile_sampler
+    from jaxrl_llm.evaluation import Evaluator
+    from jaxrl_llm.loading import build_program, load_inputs, load_model_params, make_layout
+    from jaxrl_llm.sharding import abstract as declared
+    from jaxrl_llm.steps.phases import train_sampling
+    from jaxrl_llm.steps.sampling import Sampling
+
+    def report(text: str) -> None:
+        print(text, file=sys.stderr, flush=True)
+
+    inputs = load_inputs(config, train=False)
+    layout = make_layout(config)
+    program = build_program(config, inputs, layout, total_steps=1)
+    step = 0
+    if run is None:
+        params = load_model_params(inputs.folder, program.actor_model, layout, config.seed)
+    else:
+        declaration = program.actor_model.declare()
+        shapes = jax.tree.map(
+            lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), declared(declaration), layout.params(declaration)
+        )
+        checkpoints = Checkpoints(Path(run) / "checkpoints")
+        state, _ = checkpoints.restore({"actor": {"params": shapes}}, partial=True)
+        params, step = state["actor"]["params"], checkpoints.latest_step() or 0
+        report(f"checkpoint of step {step}")
+    assert inputs.held_out is not None
+    prompts = next(inputs.held_out.eval_batches(config.eval.batch_size)).prompts
+    view = Compiled("update_weights", program.update_weights, params, report=report)(params)
+    rewards = {"weights": tuple(inputs.rewards.weights.tolist()), "jax_rewards": inputs.rewards.jax_functions}
+    results = {}
+    for name, n, sampling in (("greedy", 1, Sampling(temperature=0.0)), ("sampled", samples, train_sampling(config))):
+        if n == 0:
+            continue
+        sample = compile_sampler(
+            program, abstract(view), abstract(layout.put_rows(prompts)), n=n, sampling=sampling, report=report, name=name
+        )
+        evaluator = Evaluator(
+            data=inputs.held_out,
+            rewards=inputs.rewards,
+            tokenizer=inputs.tokenizer,
+            layout=layout,
+            stop=config.rollout.stop,
+            stops=program.stops,
+            sample=sample,
+            reward=compile_reward(layout, sample.out, **rewards, report=report),
+            batch_size=config.eval.batch_size,
+        )
+        results[name] = list(evaluator.rows(view, step))
+    return results
+
+
+def summary(name: str, rows: Sequence[dict[str, Any]]) -> str:
+    """One line: the mean score with its 95% interval over problems, and how many there are.
+
+    >>> summary("greedy", [{"uid": i, "score": float(i < 90), "length": 3, "finish_reason": "stop"} for i in range(100)])
+    'greedy   0.900 [0.826, 0.945]  100 problems x 1, mean length 3.0, 0% truncated'
+    """
+    from jaxrl_llm.evaluation import wilson_interval
+
+    by_problem: dict[int, list[float]] = {}
+    for row in rows:
+        by_problem.setdefault(row["uid"], []).append(row["score"] or 0.0)
+    means = np.array([np.mean(scores) for scores in by_problem.values()])
+    mean, count = float(means.mean()), len(means)
+    if set(np.unique(means)) <= {0.0, 1.0}:
+        low, high = wilson_interval(float(means.sum()), count)
+    else:  # scores of one problem hang together: the problems are the independent draws
+        half = 1.96 * float(means.std(ddof=1)) / count**0.5 if count > 1 else 0.0
+        low, high = mean - half, mean + half
+    n = len(rows) // count
+    length = np.mean([row["length"] for row in rows])
+    truncated = np.mean([row["finish_reason"] == "length" for row in rows])
+    return (
+        f"{name:<8} {mean:.3f} [{low:.3f}, {high:.3f}]  {count} problems x {n}, "
+        f"mean length {length:.1f}, {truncated:.0%} truncated"
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())
