@@ -2,11 +2,12 @@
 # make test    the tests (MORE="-m 'not slow'" or any other pytest arguments)
 # make check   ruff and pyright
 # make model   SmolLM2-135M-Instruct in models/smollm2-135m
+# make addition  trains it on one-digit sums by GRPO: runs/addition (MORE="--config.trainer.steps=10" or any other knob)
 PYTHON ?= python3
 VENV ?= .venv
 MORE ?=
 
-.PHONY: setup test check model clean
+.PHONY: setup test check model addition clean
 
 setup: $(VENV)/installed
 
@@ -25,6 +26,9 @@ check: setup
 
 model: setup
 	$(VENV)/bin/python -m jaxrl_llm.fetch smollm2-135m
+
+addition: model
+	$(VENV)/bin/python -m jaxrl_llm.train --config configs/smollm2_addition.py --workdir runs/addition $(MORE)
 
 clean:
 	rm -rf $(VENV)

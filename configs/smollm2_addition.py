@@ -15,12 +15,17 @@ def get_config() -> Any:
     config = base.get_config()
     config.model.update(path="models/smollm2-135m", scan_layers=False)
     config.data.update(
-        train=("jaxrl_llm.tasks:addition(digits=1)",), eval=("jaxrl_llm.tasks:addition(digits=1)",), train_batch_size=8
+        train=("jaxrl_llm.tasks:addition(split='train', held_out=0.3)",),
+        eval=(
+            "jaxrl_llm.tasks:addition(split='train', held_out=0.3)",
+            "jaxrl_llm.tasks:addition(split='test', held_out=0.3, data_source='addition_held_out')",
+        ),
+        train_batch_size=8,
     )
     config.rollout.update(n=8, prompt_length=40, response_length=24)
     config.reward.functions = ("last_integer",)
     config.actor.micro_batch_size = 16
     config.optimizer.update(lr=1e-5, weight_decay=0.0)
     config.trainer.update(steps=40, save_interval=20)
-    config.eval.update(interval=10, batch_size=50)
+    config.eval.update(interval=5, batch_size=50)
     return config

@@ -21,4 +21,5 @@ def get_config() -> Any:
     config.actor.update(mini_batch_size=4)
     config.critic.update(mini_batch_size=4, micro_batch_size=16)
     config.critic.optimizer.update(lr=5e-5, weight_decay=0.0)
+    config.trainer.steps = 30
     return config

@@ -40,16 +40,16 @@ class Compiled:
         """
         start = time.perf_counter()
         lowered = jax.jit(fn, donate_argnums=donate, **jit).lower(*args)
-        self._executable = lowered.compile()
+        self.executable = lowered.compile()
         self.out = jax.tree.map(
             lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
             lowered.out_info,
-            self._executable.output_shardings,
+            self.executable.output_shardings,
         )
         report(f"compiled {name} in {time.perf_counter() - start:.1f} s")
 
     def __call__(self, *args: Any) -> Any:
-        return self._executable(*args)
+        return self.executable(*args)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,6 +92,8 @@ def compile_step(
       report: told what is being compiled.
     """
     seed, layout = program.config.seed, program.layout
+    # Stated, not left to the compiler: evidence stays where its rows are, and small numbers are everywhere.
+    rows, whole = layout.rows, layout.replicated
     state = abstract(state)
 
     def compiled(name: str, fn: Callable[..., Any], *args: Any, **options: Any) -> Compiled:
@@ -103,7 +105,7 @@ def compile_step(
     def score(name: str, fn: Callable[..., Batch] | None, params: Any, batch: Batch) -> tuple[Compiled | None, Batch]:
         if fn is None:
             return None, batch
-        made = compiled(name, fn, params, batch)
+        made = compiled(name, fn, params, batch, out_shardings=rows)
         return made, made.out
 
     def updates(role: str, updates: Updates, train_state: Any, batch: Batch, consumer: int) -> CompiledUpdates:
@@ -113,20 +115,20 @@ def compile_step(
             return updates.update(train_state, batch.select(prompts), jax.random.fold_in(update_key, index))
 
         # The new state lies where the old one lay, and takes over its buffers.
-        shardings = (jax.tree.map(lambda x: x.sharding, train_state), layout.replicated)
+        shardings = (jax.tree.map(lambda x: x.sharding, train_state), whole)
         made = compiled(
             f"update_{role}", update, train_state, batch, SCALAR, SCALAR, donate=(0,), out_shardings=shardings
         )
         return CompiledUpdates(update=made, count=updates.per_step)
 
     update_weights = compiled("update_weights", program.update_weights, state.actor.params)
-    gen_ = compiled("gen", sample, update_weights.out, prompts, program.stops, SCALAR)
+    gen_ = compiled("gen", sample, update_weights.out, prompts, program.stops, SCALAR, out_shardings=rows)
     reward = compile_reward(layout, gen_.out, weights=weights, jax_rewards=jax_rewards, report=report)
     batch = reward.out
     old_log_prob, batch = score("old_log_prob", program.old_log_prob, state.actor.params, batch)
     ref, batch = score("ref", program.ref, state.reference, batch)
     values, batch = score("values", program.values, state.critic.params if state.critic else None, batch)
-    adv = compiled("adv", program.adv, batch, state.kl_coef)
+    adv = compiled("adv", program.adv, batch, state.kl_coef, out_shardings=(rows, whole, whole))
     batch = adv.out[0]
     return CompiledStep(
         update_weights=update_weights,
@@ -152,7 +154,7 @@ def compile_reward(
     def reward(batch: Batch, scores: Array, row_valid: Array) -> Batch:
         return write_scores(batch, scores, row_valid, weights=weights, jax_rewards=jax_rewards)
 
-    return Compiled("reward", reward, batch, scores, valid, report=report)
+    return Compiled("reward", reward, batch, scores, valid, report=report, out_shardings=layout.rows)
 
 
 def compile_sampler(
@@ -165,4 +167,5 @@ def compile_sampler(
         key = jax.random.fold_in(step_key(seed, step), EVAL)
         return gen(program.actor_model, program.layout, n, width, sampling, view, prompts, key, stops)
 
-    return Compiled(name, sample, view, prompts, program.stops, SCALAR, report=report)
+    rows = program.layout.rows
+    return Compiled(name, sample, view, prompts, program.stops, SCALAR, report=report, out_shardings=rows)

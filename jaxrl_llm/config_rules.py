@@ -91,6 +91,8 @@ def check_devices(config: Config, n_devices: int) -> dict[str, int]:
 
     where = f"{shards} shards (mesh {shape})"
     divides("data.train_batch_size", config.data.train_batch_size, shards, f"prompts a step, on {where},")
+    if config.data.eval:
+        divides("eval.batch_size", config.eval.batch_size, shards, f"prompts at a time, on {where},")
     rows = config.data.train_batch_size * config.rollout.n
     score = config.trainer.score_micro_batch_size
     if score:

@@ -103,7 +103,9 @@ def evaluation_metrics(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     metrics: dict[str, float] = {}
     for source in dict.fromkeys(row["data_source"] for row in rows):
         own = [row for row in rows if row["data_source"] == source]
-        n = len(own) // len({row["uid"] for row in own})
+        problems = len({row["uid"] for row in own})
+        n = len(own) // problems
+        metrics[f"val-aux/{source}/problems"] = float(problems)
         metrics[f"val-core/{source}/reward/mean@{n}"] = _mean([row["score"] or 0.0 for row in own])
         if len(own[0]["scores"]) > 1:
             for name in own[0]["scores"]:

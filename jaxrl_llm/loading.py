@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,11 +17,11 @@ from jaxrl_llm.models import hf
 from jaxrl_llm.models.families import transformer_config
 from jaxrl_llm.models.transformer import make_transformer
 from jaxrl_llm.rewards import RewardSet, make_rewards
-from jaxrl_llm.sharding import Layout, make_mesh
-from jaxrl_llm.steps.phases import Program, make_program
+from jaxrl_llm.sharding import Layout, abstract, make_mesh
+from jaxrl_llm.steps.phases import Program, Updates, make_program
 from jaxrl_llm.steps.rollout import StopRules
 from jaxrl_llm.tokenizer import load_tokenizer, stop_automaton, token_bytes
-from jaxrl_llm.types import Model, Params, RunState
+from jaxrl_llm.types import Model, Params, RunState, TrainState
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -169,21 +168,14 @@ def initial_state(program: Program, inputs: Inputs) -> RunState:
     return jax.jit(program.init, out_shardings=state_shardings(program))(actor, critic, reference)
 
 
-@functools.cache
 def state_shardings(program: Program) -> RunState:
     """The sharding of every leaf of a program's state."""
     layout, whole = program.layout, program.layout.replicated
 
-    def trained(updates: Any, model: Model) -> Any:
-        from jaxrl_llm.types import TrainState
-
+    def trained(updates: Updates, model: Model) -> TrainState:
         declaration = model.declare()
-        return TrainState(
-            params=layout.params(declaration),
-            opt_state=layout.optimizer(updates.optimizer, declaration),
-            updates=whole,
-            skipped=whole,
-        )
+        moments = layout.optimizer(updates.optimizer, declaration)
+        return TrainState(params=layout.params(declaration), opt_state=moments, updates=whole, skipped=whole)
 
     return RunState(
         actor=trained(program.actor, program.actor_model),
@@ -191,4 +183,14 @@ def state_shardings(program: Program) -> RunState:
         reference=layout.params(program.actor_model.declare()) if program.ref else None,
         kl_coef=whole,
         step=whole,
+    )
+
+
+def abstract_state(program: Program) -> RunState:
+    """The shapes, dtypes and shardings of a program's state."""
+    actor = abstract(program.actor_model.declare())
+    critic = abstract(program.critic_model.declare()) if program.critic_model else None
+    shapes = jax.eval_shape(program.init, actor, critic, None)
+    return jax.tree.map(
+        lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), shapes, state_shardings(program)
     )

@@ -37,8 +37,8 @@ def make_display(kind: str, *, name: str, total_steps: int, log_interval: int) -
 def headline(metrics: Mapping[str, float]) -> list[tuple[str, str]]:
     """The few numbers worth a glance at every step, as (label, text); evaluations last.
 
-    >>> headline({"critic/score/mean": 0.25, "response_length/mean": 12.0, "val/accuracy": 0.5})
-    [('reward', '0.250'), ('length', '12.0'), ('val/accuracy', '0.500')]
+    >>> headline({"critic/score/mean": 0.25, "response_length/mean": 12.0, "val-core/sums/reward/mean@1": 0.5})
+    [('reward', '0.250'), ('length', '12.0'), ('val-core/sums/reward/mean@1', '0.500')]
     """
     shown = [
         ("reward", "critic/score/mean", "{:.3f}"),
@@ -50,7 +50,7 @@ def headline(metrics: Mapping[str, float]) -> list[tuple[str, str]]:
     seconds, tokens = metrics.get("perf/time_per_step"), metrics.get("perf/total_num_tokens")
     if seconds and tokens:
         line.append(("tokens/s", f"{tokens / seconds:,.0f}"))
-    evaluated = [(key, f"{value:.3f}") for key, value in metrics.items() if key.startswith("val") and _finite(value)]
+    evaluated = [(key, f"{value:.3f}") for key, value in metrics.items() if key.startswith("val-core/") and _finite(value)]
     return line + evaluated
 
 

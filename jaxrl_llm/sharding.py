@@ -32,24 +32,18 @@ RULES: dict[str, str | tuple[str, ...]] = {
 
 
 def make_mesh(*, data: int, fsdp: int, tensor: int, devices: Sequence[jax.Device] | None = None) -> Mesh:
-    """The device mesh; one axis may be −1 and takes the devices that the others leave.
+    """The mesh of `devices` (None: all of them), whose number is data · fsdp · tensor.
+
+    Where a config may leave an axis open (−1), `config_rules.mesh_shape` decides on its size.
 
     Raises:
-      UserError: naming the mesh.* keys, if the axes do not multiply to the number of devices.
+      ValueError: the axes do not multiply to the number of devices.
     """
     devices = jax.devices() if devices is None else list(devices)
-    sizes = {"data": data, "fsdp": fsdp, "tensor": tensor}
-    open_axes = [name for name, size in sizes.items() if size == -1]
-    fixed = math.prod(size for size in sizes.values() if size != -1)
-    stated = ", ".join(f"mesh.{name}={size}" for name, size in sizes.items())
-    if len(open_axes) > 1 or fixed < 1 or len(devices) % fixed:
-        raise UserError(f"{stated}: does not divide {len(devices)} devices (at most one axis may be -1)")
-    if open_axes:
-        sizes[open_axes[0]] = len(devices) // fixed
-    elif fixed != len(devices):
-        raise UserError(f"{stated}: takes {fixed} devices, {len(devices)} are there (-1 fills an axis)")
-    shape = tuple(sizes.values())
-    return jax.make_mesh(shape, AXES, axis_types=(AxisType.Auto,) * len(AXES), devices=devices)
+    sizes = (data, fsdp, tensor)
+    if min(sizes) < 1 or math.prod(sizes) != len(devices):
+        raise ValueError(f"a mesh of data={data}, fsdp={fsdp}, tensor={tensor} is not one of {len(devices)} device(s)")
+    return jax.make_mesh(sizes, AXES, axis_types=(AxisType.Auto,) * len(AXES), devices=devices)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -23,14 +23,14 @@ from jaxrl_llm.config import Config, notices, resume_differences, to_json
 from jaxrl_llm.data import PromptBatch, epoch_steps
 from jaxrl_llm.errors import RunAborted, UserError
 from jaxrl_llm.evaluation import Evaluator, response_texts, score_texts
-from jaxrl_llm.loading import build_program, initial_state, load_inputs, make_layout, state_shardings
+from jaxrl_llm.loading import abstract_state, build_program, initial_state, load_inputs, make_layout
 from jaxrl_llm.metrics import extras_metrics, timing_metrics
 from jaxrl_llm.rewards import Scores
 from jaxrl_llm.samples import rollout_rows, sample_rows
 from jaxrl_llm.steps.sampling import Sampling
 from jaxrl_llm.steps.step import prefixed
 from jaxrl_llm.steps.update import summarize
-from jaxrl_llm.types import Batch, Params, RunState, TrainState, check_batch
+from jaxrl_llm.types import Batch, Params, RunState, check_batch
 from jaxrl_llm.writers import RunWriter, check_loggers, previous_config
 
 Metrics = dict[str, float]
@@ -52,7 +52,7 @@ def fit(config: Config, workdir: str | Path | None = None) -> Run:
 class Run:
     """One training run: an iterator of (metrics, batch), one a step, that holds the live state.
 
-    Closing it, or leaving the loop early, leaves the state of the last whole step, which `state()` copies.
+    Closing it, or leaving the loop early, leaves the state after the last step, which `state()` copies.
     """
 
     def __init__(self, config: Config, workdir: str | Path | None = None) -> None:
@@ -105,18 +105,16 @@ class Run:
                     batch = wait(phases.values(state.critic.params, batch))
             with timer("adv") as wait:
                 batch, kl_coef, metrics = wait(phases.adv(batch, state.kl_coef))
-            critic, actor, updated = state.critic, state.actor, {}
-            if phases.update_critic and critic:
+            updated = {}
+            if phases.update_critic:
                 with timer("update_critic") as wait:
-                    critic, updates = wait(_update(phases.update_critic, critic, batch, number))
-                    updated["critic"] = updates
+                    updated["critic"] = wait(self._update("critic", phases.update_critic, batch, number))
             if self.step >= config.critic.warmup_steps:
                 with timer("update_actor") as wait:
-                    actor, updates = wait(_update(phases.update_actor, actor, batch, number))
-                    updated["actor"] = updates
+                    updated["actor"] = wait(self._update("actor", phases.update_actor, batch, number))
         self.step, self._cursor = self.step + 1, given.cursor
         done = jax.device_put(np.int32(self.step), self._layout.replicated)
-        self._state = RunState(actor=actor, critic=critic, reference=state.reference, kl_coef=kl_coef, step=done)
+        self._state = self._state.replace(kl_coef=kl_coef, step=done)
         numbers = _host_metrics(metrics, updated) | extras_metrics(scored.extras)
         self._show(batch, given, texts, scored)
         self._check(scored)
@@ -127,6 +125,17 @@ class Run:
         texts = response_texts(batch, self._inputs.tokenizer, self.config.rollout.stop)
         scored = score_texts(self._inputs.rewards, given, texts)
         return self._phases.reward(batch, *self._layout.put_rows((scored.scores, scored.valid))), texts, scored
+
+    def _update(self, role: str, updates: CompiledUpdates, batch: Batch, step: np.int32) -> list[Any]:
+        """The phase's updates one after the other; their metrics. Each takes over the buffers of the state before it, so the
+        new state is put down at once: an interrupted phase leaves a whole state behind."""
+        metrics = []
+        for index in range(updates.count):
+            trained, found = updates.update(getattr(self._state, role), batch, step, np.int32(index))
+            self._state = self._state.replace(**{role: trained})
+            metrics.append(found)
+        jax.block_until_ready(self._state)
+        return metrics
 
     # The run
 
@@ -202,7 +211,7 @@ class Run:
     def _restore(self, step: int | None) -> tuple[RunState, int]:
         if step is None or self._checkpoints is None:
             return initial_state(self._program, self._inputs), 0
-        state = initial_state_shapes(self._program)
+        state = abstract_state(self._program)
         state, meta = self._checkpoints.restore(state, step)
         self._note(f"resumed from step {step}")
         return state, int(meta["cursor"])
@@ -292,18 +301,6 @@ class Run:
         self._note(f"{len(self._data)} prompts of at most {self._data.longest} tokens{held_out}{dropped}")
 
 
-def initial_state_shapes(program: Any) -> RunState:
-    """The shapes, dtypes and shardings of a program's state."""
-    from jaxrl_llm.sharding import abstract as declared
-
-    actor = declared(program.actor_model.declare())
-    critic = declared(program.critic_model.declare()) if program.critic_model else None
-    shapes = jax.eval_shape(program.init, actor, critic, None)
-    return jax.tree.map(
-        lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), shapes, state_shardings(program)
-    )
-
-
 class Timers:
     """Seconds by phase. `with timer("gen") as wait:` measures until what `wait` was given is really there."""
 
@@ -318,15 +315,6 @@ class Timers:
         start = time.perf_counter()
         yield jax.block_until_ready
         self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - start
-
-
-def _update(updates: CompiledUpdates, state: TrainState, batch: Batch, step: np.int32) -> tuple[TrainState, list[Any]]:
-    """The phase's updates one after the other, without waiting for any of them."""
-    metrics = []
-    for index in range(updates.count):
-        state, found = updates.update(state, batch, step, np.int32(index))
-        metrics.append(found)
-    return state, metrics
 
 
 def _host_metrics(metrics: Any, updated: dict[str, list[Any]]) -> Metrics:

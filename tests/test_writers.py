@@ -138,13 +138,13 @@ def test_plain_lines():
     stream = io.StringIO()
     display = progress.PlainDisplay("trial", 10, 5, stream)
     for step in range(1, 11):
-        display.step(step, METRICS if step != 7 else METRICS | {"val/accuracy": 0.5})
+        display.step(step, METRICS if step != 7 else METRICS | {"val-core/sums/reward/mean@1": 0.5})
     lines = stream.getvalue().splitlines()
     numbers = "reward 0.250  length 12.0  s/step 2.00  tokens/s 1,500"
     assert lines == [
         "run trial: 10 steps",
         f"step  5/10  {numbers}  left 10s",
-        f"step  7/10  {numbers}  val/accuracy 0.500  left 6s",
+        f"step  7/10  {numbers}  val-core/sums/reward/mean@1 0.500  left 6s",
         f"step 10/10  {numbers}",
     ]
 
@@ -169,12 +169,12 @@ def test_plain_samples():
 
 def test_rich_display_shows_text_as_it_is(capsys: pytest.CaptureFixture[str]):
     display = progress.make_display("rich", name="trial", total_steps=10, log_interval=1)
-    display.step(3, METRICS | {"val/accuracy": 0.5})
+    display.step(3, METRICS | {"val-core/sums/reward/mean@1": 0.5})
     display.samples(3, SAMPLES)
     display.note("a note with [brackets]")
     display.close()
     text = capsys.readouterr().out
-    for expected in ("trial", "3/10", "0.250", "val/accuracy 0.500", "[bold]1+1?", "[/red]x", "a note with [brackets]"):
+    for expected in ("trial", "3/10", "0.250", "val-core/sums/reward/mean@1 0.500", "[bold]1+1?", "[/red]x", "a note with [brackets]"):
         assert expected in text
 
 

@@ -122,6 +122,7 @@ def masked_whiten(x: Array, mask: Array, shift_mean: bool = True) -> Array:
     return zero_outside(mask, white)[0]
 
 
+@jax.jit  # traced once, however many statistics of a program are by group
 def group_ids(uid: Array) -> Array:
     """Dense group numbers below B, int32 [B], for any integer ids in any order.
 

@@ -137,7 +137,7 @@ def attend_cached(
     k, v, filled = own
     groups, width = prompt_k.shape[:2]
     q_seg = q_mask.astype(jnp.int32)
-    start = jnp.repeat(prompt_length, rows // groups, total_repeat_length=rows)
+    start = jnp.repeat(prompt_length, rows // groups)
     slots = jnp.arange(k.shape[1])[None, :]
     own_seg = (slots < filled[:, None]).astype(jnp.int32)
     result = attend(q, k, v, q_pos, start[:, None] + slots, q_seg, own_seg, scale=scale, window=window)

@@ -219,7 +219,9 @@ def _forward(
 ) -> tuple[Array, KVCache | None]:
     chex.assert_rank(tokens, 2)
     chex.assert_equal_shape([tokens, positions, segment_ids])
-    x = constrain(params["embed"][tokens].astype(compute_dtype), ("batch", None, None))
+    # Looked up in whole rows: cut along `embed`, every device would look up a part of every row's tokens.
+    table = constrain(params["embed"], ("vocab", None))
+    x = constrain(table[tokens].astype(compute_dtype), ("batch", None, None))
     angle_dtype = jnp.promote_types(compute_dtype, jnp.float32)
     frequencies = rope_frequencies(config.rope, config.head_dim).astype(angle_dtype)
     angles = positions[:, :, None, None].astype(angle_dtype) * frequencies[None, None, None, :]
@@ -300,10 +302,9 @@ def _run_cached(
     positions, mask = where
     rows, width = cache.k.shape[1:3]
     groups = cache.prompt_length.shape[0]
-    start = jnp.repeat(cache.prompt_length, rows // groups, total_repeat_length=rows)
+    start = jnp.repeat(cache.prompt_length, rows // groups)
     # A slot past the end is dropped: that is where padding goes.
     slots = jnp.where(mask > 0, positions - start[:, None], width)
-    row = jnp.arange(rows)[:, None]
     filled = cache.length + mask.sum(1, dtype=jnp.int32)
 
     def run(
@@ -312,8 +313,7 @@ def _run_cached(
         x, all_k, all_v = carry
 
         def attention(q: Array, k: Array, v: Array) -> tuple[Array, tuple[Array, Array]]:
-            new_k = all_k.at[index, row, slots].set(k, mode="drop")
-            new_v = all_v.at[index, row, slots].set(v, mode="drop")
+            new_k, new_v = _write_slots(all_k, index, slots, k), _write_slots(all_v, index, slots, v)
             prompt = (prompt_k, prompt_v, cache.prompt_length)
             own = (new_k[index], new_v[index], filled)
             return attend_cached(q, prompt, own, positions, mask, scale=q.shape[-1] ** -0.5), (new_k, new_v)
@@ -330,6 +330,23 @@ def _run_cached(
         carry, _ = jax.lax.scan(lambda c, per_layer: (run(*per_layer, c), None), carry, xs)
     x, k, v = carry
     return x, cache.replace(k=k, v=v, length=filled)
+
+
+def _write_slots(cache: Array, index: Array | int, slots: Array, new: Array) -> Array:
+    """cache [L, B, R, KV, H] with new [B, T, KV, H] in layer `index` at slots [B, T]; a slot past the end is dropped.
+
+    `cache.at[index, rows, slots].set(new)`, but with rows as a batch axis of the scatter: what is spread over a mesh by
+    rows then stays where it is, while indices of rows would have every device gather them all.
+    """
+    where = jnp.stack([jnp.full(slots.shape, index, slots.dtype), slots], -1)
+    numbers = jax.lax.ScatterDimensionNumbers(
+        update_window_dims=(2, 3),
+        inserted_window_dims=(0, 2),
+        scatter_dims_to_operand_dims=(0, 2),
+        operand_batching_dims=(1,),
+        scatter_indices_batching_dims=(0,),
+    )
+    return jax.lax.scatter(cache, where, new, numbers, mode="drop")
 
 
 def _init_cache(config: TransformerConfig, compute_dtype: Any, rows: int, width: int) -> KVCache:

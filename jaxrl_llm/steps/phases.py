@@ -237,13 +237,15 @@ def _values(config: Config, layout: Layout, critic: Model, params: Params, batch
 
 
 def _micro_batches(rows: int, n: int, rows_per_device: int, layout: Layout) -> tuple[int, int]:
-    """Micro-batches that `rows` make at `rows_per_device` at a time (0: all at once), and the responses that share a prompt."""
-    if rows_per_device == 0:
-        return 1, n
-    at_once = rows_per_device * layout.batch_shards
+    """Micro-batches that `rows` make at `rows_per_device` at a time (0: all at once), and the responses that share a prompt.
+
+    Those are all n, or as many as let every device have whole groups.
+    """
+    per_device = rows_per_device or max(rows // layout.batch_shards, 1)
+    at_once = per_device * layout.batch_shards
     if rows % at_once:
-        raise ValueError(f"{rows} rows do not divide into micro-batches of {at_once} ({rows_per_device} per device)")
-    return rows // at_once, math.gcd(n, rows_per_device)
+        raise ValueError(f"{rows} rows do not divide into micro-batches of {at_once} ({per_device} per device)")
+    return rows // at_once, math.gcd(n, per_device)
 
 
 # Advantages

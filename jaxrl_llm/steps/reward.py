@@ -35,7 +35,7 @@ def write_scores(
     rows, width = batch.responses.shape
     chex.assert_shape(scores, (rows, len(weights)))
     chex.assert_shape(row_valid, (rows,))
-    row_valid = row_valid & jnp.repeat(batch.prompt_valid, batch.n, total_repeat_length=rows)
+    row_valid = row_valid & jnp.repeat(batch.prompt_valid, batch.n)
     last = jnp.where(batch.response_mask, jnp.arange(width)[None, :], -1).max(1)
     on_last = jnp.arange(width)[None, :] == last[:, None]
     columns, token_level = [], jnp.zeros((rows, width), jnp.float32)

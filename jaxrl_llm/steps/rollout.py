@@ -38,9 +38,7 @@ def append(model: Model, params: Params, cache: KVCache, tokens: Array, mask: Ar
     """
     chex.assert_equal_shape([tokens, mask])
     rows = tokens.shape[0]
-    start = (
-        jnp.repeat(cache.prompt_length, rows // cache.prompt_length.shape[0], total_repeat_length=rows) + cache.length
-    )
+    start = jnp.repeat(cache.prompt_length, rows // cache.prompt_length.shape[0]) + cache.length
     positions = start[:, None] + jnp.maximum(jnp.cumsum(mask, 1, dtype=jnp.int32) - 1, 0)
     hidden, filled = model.forward(params, jnp.where(mask, tokens, 0), positions, mask.astype(jnp.int32), cache=cache)
     assert filled is not None
@@ -52,10 +50,11 @@ def decode(
     model: Model, params: Params, cache: KVCache, state: DecodeState, *, sampling: Sampling, stops: StopRules
 ) -> tuple[KVCache, DecodeState]:
     """Samples until each row has stopped or has its `max_new_tokens`. Afterwards the cache holds every token, the last one too."""
-    rows = jnp.arange(state.responses.shape[0])
     stop_ids = jnp.where(stops.ids < 0, model.vocab_size, stops.ids)
     is_stop = jnp.zeros(model.vocab_size, bool).at[stop_ids].set(True, mode="drop")
     matched = stops.strings.shape[0] - 1
+    # Row by row: indexed with [rows, slot], a batch spread over a mesh would be gathered at every token.
+    put = jax.vmap(lambda row, slot, value: row.at[slot].set(value, mode="drop"))
 
     def step(carry: tuple[KVCache, DecodeState]) -> tuple[KVCache, DecodeState]:
         cache, s = carry
@@ -77,11 +76,9 @@ def decode(
         hidden, cache = append(model, params, cache, token[:, None], active[:, None])
         return cache, s.replace(
             hidden=jnp.where(active[:, None], hidden, s.hidden),
-            responses=s.responses.at[rows, slot].set(token, mode="drop"),
-            response_mask=s.response_mask.at[rows, slot].set(True, mode="drop"),
-            rollout_log_probs=s.rollout_log_probs.at[rows, slot].set(
-                log_prob.astype(s.rollout_log_probs.dtype), mode="drop"
-            ),
+            responses=put(s.responses, slot, token),
+            response_mask=put(s.response_mask, slot, active),
+            rollout_log_probs=put(s.rollout_log_probs, slot, log_prob.astype(s.rollout_log_probs.dtype)),
             length=length,
             stop_state=jnp.where(active, automaton, s.stop_state),
             finish_reason=jnp.where(active, reason, s.finish_reason).astype(jnp.int32),
@@ -135,7 +132,7 @@ def rollout(
     hidden, cache = append(model, params, empty, prompts.prompts, prompts.prompt_mask)
 
     def per_row(x: Array) -> Array:
-        return jnp.repeat(x, n, axis=0, total_repeat_length=groups * n)
+        return jnp.repeat(x, n, axis=0)
 
     state = start_decoding(per_row(hidden), row_keys(key, prompts.uid, n), per_row(limit), width)
     _, state = decode(model, params, cache.fork(n, width), state, sampling=sampling, stops=stops)

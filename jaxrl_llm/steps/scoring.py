@@ -22,7 +22,7 @@ def response_hidden(model: Model, params: Params, batch: Batch) -> Array:
     inputs = max(batch.response_width - 1, 1)
     in_response = jnp.arange(inputs)[None, :] < batch.response_length[:, None]
     prompt_length = batch.prompt_mask.sum(1, dtype=jnp.int32)
-    after = jnp.arange(inputs)[None, :] + jnp.repeat(prompt_length, n, total_repeat_length=rows)[:, None]
+    after = jnp.arange(inputs)[None, :] + jnp.repeat(prompt_length, n)[:, None]
 
     def line(prompt: Array, response: Array) -> Array:
         return jnp.concatenate([prompt, response.reshape(groups, n * inputs)], 1)
@@ -31,7 +31,7 @@ def response_hidden(model: Model, params: Params, batch: Batch) -> Array:
     tokens = jnp.where(mask, line(batch.prompts, batch.responses[:, :inputs]), 0)
     before = jnp.maximum(jnp.cumsum(batch.prompt_mask, 1, dtype=jnp.int32) - 1, 0)
     hidden, _ = model.forward(params, tokens, line(before, after), mask.astype(jnp.int32), blocks=(width, n))
-    last_of_prompt = jnp.repeat(hidden[:, width - 1], n, axis=0, total_repeat_length=rows)[:, None]
+    last_of_prompt = jnp.repeat(hidden[:, width - 1], n, axis=0)[:, None]
     of_responses = hidden[:, width:].reshape(rows, inputs, -1)[:, : batch.response_width - 1]
     return jnp.concatenate([last_of_prompt, of_responses], 1)
 

@@ -79,7 +79,9 @@ def make_update(
         return jax.tree.map(lambda g, p: g.astype(p.dtype), grads, params), loss, metrics
 
     def update(state: TrainState, batch: Batch, key: Array) -> tuple[TrainState, Metrics]:
-        grads, loss, metrics = gradient(enter(state.params), batch.regroup(group or batch.n), key)
+        # A mini-batch picks its prompts from all shards; here its rows are spread again.
+        rows = constrain_rows(batch.regroup(group or batch.n))
+        grads, loss, metrics = gradient(enter(state.params), rows, key)
         grads = leave(grads)
         grad_norm = optax.tree.norm(grads)
         finite = jnp.isfinite(grad_norm) & jnp.isfinite(loss)

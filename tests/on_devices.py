@@ -1,0 +1,257 @@
+"""What test_sharding.py asks of eight devices: `python -m tests.on_devices JOB FILE` pickles a job's findings into FILE.
+
+It is a process of its own, since the number of CPU devices is fixed when jax starts. Jobs: `replay`, `sample`, `train`.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import os
+import pickle
+import re
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxrl_llm.compiled import Compiled, CompiledStep, compile_step
+from jaxrl_llm.loading import abstract_state, build_program, load_inputs, state_shardings
+from jaxrl_llm.sharding import RULES, Layout, make_mesh
+from jaxrl_llm.steps.phases import Program, gen, make_program
+from jaxrl_llm.steps.rollout import no_stop_rules
+from jaxrl_llm.steps.sampling import Sampling
+from jaxrl_llm.steps.step import make_step, step_key
+from jaxrl_llm.trainer import fit
+from jaxrl_llm.types import Array, Batch, Param, Prompts, RunState
+from tests import tiny, tiny_folder
+
+DEVICES, STEPS, GROUPS = 8, 3, 16
+# XLA's own optimizations are all there; only the machine code is made faster to compile.
+FLAGS = f"--xla_force_host_platform_device_count={DEVICES} --xla_backend_optimization_level=0"
+MESHES: dict[str, dict[str, int]] = {
+    "data": {"data": 8, "fsdp": 1, "tensor": 1},
+    "fsdp": {"data": 1, "fsdp": 8, "tensor": 1},
+    "all": {"data": 2, "fsdp": 2, "tensor": 2},
+    "tensor": {"data": 4, "fsdp": 1, "tensor": 2},
+}
+# As Adam's step has a size of its own where a gradient is next to nothing, a larger eps than usual keeps rounding small.
+OPTIMIZER = {"optimizer__lr": 3e-3, "optimizer__eps": 1e-4, "optimizer__schedule": "cosine"}
+
+
+def case(name: str, shards: int) -> dict[str, Any]:
+    """The config's overrides; what is counted per device is the same for all rows together, whatever the shards."""
+    common = OPTIMIZER | {"data__train_batch_size": GROUPS, "model__logprob_chunk": 128 // shards}
+    if name == "grpo":
+        # A mini-batch of 4 prompts: fewer than 8 shards, so that responses must share less than all of their prompt.
+        return common | {
+            "rollout__n": 2,
+            "rollout__temperature": 0.8,
+            "model__scan_layers": False,
+            "actor__use_kl_loss": True,
+            "actor__kl_loss_coef": 0.1,
+            "actor__entropy_coeff": 0.01,
+            "actor__mini_batch_size": 4,
+        }
+    return common | {
+        "rollout__n": 2,
+        "algorithm__estimator": "gae",
+        "algorithm__lam": 0.9,
+        "algorithm__use_kl_in_reward": True,
+        "algorithm__kl_ctrl__type": "adaptive",
+        "actor__mini_batch_size": 8,
+        "actor__epochs": 2,
+        "actor__micro_batch_size": 8 // shards,
+        "critic__mini_batch_size": 8,
+        "critic__micro_batch_size": 8 // shards,
+        "critic__optimizer__lr": 3e-3,
+        "critic__optimizer__eps": 1e-4,
+        "trainer__score_micro_batch_size": 16 // shards,
+    }
+
+
+def layout(mesh: str) -> Layout:
+    return Layout(make_mesh(**MESHES[mesh])) if mesh in MESHES else Layout.single()
+
+
+def program(name: str, mesh: str) -> Program:
+    where = layout(mesh)
+    config = tiny.config(**case(name, where.batch_shards))
+    critic = tiny.model(value_head=True, constrain=where.constrain) if config.algorithm.estimator == "gae" else None
+    return make_program(config, tiny.model(constrain=where.constrain), critic, layout=where)
+
+
+def start(p: Program) -> RunState:
+    """The same state whatever the mesh, where the program wants it."""
+    state = p.init(tiny.params(), tiny.params(50, value_head=True) if p.critic else None)
+    return jax.device_put(state, state_shardings(p))
+
+
+# Recorded tokens, replayed
+
+
+def only_gen(batch: Batch) -> Batch:
+    """What the rollout wrote, on the host."""
+    later = {f.name: None for f in dataclasses.fields(Batch) if f.default is None}
+    return jax.tree.map(np.asarray, batch.replace(**later))
+
+
+def host(*trees: Any) -> Any:
+    return jax.tree.map(np.asarray, trees)
+
+
+def record(p: Program) -> tuple[list[Batch], list[Any]]:
+    """Steps with fresh tokens: the tokens, and (state, metrics, batch) after each step."""
+    step, state = jax.jit(make_step(p, tiny.even_tokens)), start(p)
+    tokens, after = [], []
+    for number in range(STEPS):
+        prompts = tiny.prompts(GROUPS, seed=number, first_uid=100 * number)
+        state, metrics, batch = step(state, prompts, step_key(0, number))
+        tokens.append(only_gen(batch))
+        after.append(host(state, metrics, batch))
+    return tokens, after
+
+
+def compile_replay(p: Program, tokens: Batch) -> Compiled:
+    """The step of `make_step`, with the rollout's result given."""
+
+    def replay(state: RunState, recorded: Batch, key: Array) -> Any:
+        given = dataclasses.replace(p, gen=lambda view, prompts, key, stops: recorded)
+        return make_step(given, tiny.even_tokens)(state, None, key)  # type: ignore[arg-type]
+
+    shardings = state_shardings(p), p.layout.replicated, p.layout.rows
+    recorded = p.layout.put_rows(tokens)
+    return Compiled("replay", replay, start(p), recorded, step_key(0, 0), report=no_report, out_shardings=shardings)
+
+
+def replay() -> dict[str, Any]:
+    """case -> mesh -> the states, metrics and batches after each step, and what the compiled step costs."""
+    found: dict[str, Any] = {}
+    for name in ("grpo", "ppo"):
+        single = program(name, "single")
+        tokens, after = record(single)
+        found[name] = {"single": {"after": after, **costs(compile_replay(single, tokens[0]), single)}}
+        for mesh in MESHES:
+            p = program(name, mesh)
+            compiled, state, after = compile_replay(p, tokens[0]), start(p), []
+            for number in range(STEPS):
+                state, metrics, batch = compiled(state, p.layout.put_rows(tokens[number]), step_key(0, number))
+                after.append(host(state, metrics, batch))
+            found[name][mesh] = {"after": after, **costs(compiled, p)}
+    return found
+
+
+# Fresh tokens
+
+
+def sample() -> dict[str, Batch]:
+    """mesh -> what the rollout samples in float64 (jax_enable_x64 is set)."""
+    params = jax.tree.map(lambda x: x.astype(jnp.float64), tiny.params())
+    kind, found = {"param_dtype": jnp.float64, "compute_dtype": jnp.float64}, {}
+    for mesh in ("single", *MESHES):
+        where = layout(mesh)
+        model = tiny.model(constrain=where.constrain, **kind)
+
+        def rollout(
+            view: Any, prompts: Prompts, stops: Any, key: Array, where: Layout = where, model: Any = model
+        ) -> Batch:
+            return gen(model, where, 4, 12, Sampling(temperature=0.7, top_p=0.95), view, prompts, key, stops)
+
+        view = jax.device_put(params, where.params(model.declare()))
+        stops = no_stop_rules(tiny.VOCAB).replace(ids=jnp.asarray([3, 5], jnp.int32))
+        found[mesh] = host(jax.jit(rollout)(view, where.put_rows(tiny.prompts(GROUPS)), stops, step_key(0, 1)))[0]
+    return found
+
+
+# The trainer
+
+
+def train() -> dict[str, Any]:
+    """Two steps and an evaluation of a run on the mesh of all three axes, and what each phase costs there and on one device."""
+    shards = layout("all").batch_shards
+    overrides = case("ppo", shards) | {"model__logprob_chunk": 10_000, "trainer__steps": 2, "eval__batch_size": 8}
+    overrides |= {f"mesh__{axis}": size for axis, size in MESHES["all"].items()}
+    with fit(tiny_folder.config(**overrides)) as run:
+        first, metrics, batch = run._state, [], None
+        for step_metrics, batch in run:
+            metrics.append(step_metrics)
+        p, state = run._program, run._state
+        assert isinstance(batch, Batch)
+        found = {
+            "metrics": metrics,
+            "state": shard_shapes(state),
+            "declared": shard_shapes(abstract_state(p)),
+            "batch": shard_shapes(batch),
+            "donated": [x.is_deleted() for x in jax.tree.leaves((first.actor, first.critic))],
+            "kept": [x.is_deleted() for x in jax.tree.leaves(first.reference)],
+            "phases": {name: costs(c, p) for name, c in phases(run._phases)},
+        }
+    single = tiny_folder.config(**overrides, **{f"{role}__micro_batch_size": 8 for role in ("actor", "critic")})
+    single = dataclasses.replace(single, trainer=dataclasses.replace(single.trainer, score_micro_batch_size=16))
+    inputs = load_inputs(single)
+    p = build_program(single, inputs, Layout.single(), 2)
+    assert inputs.train is not None
+    prompts = jax.tree.map(np.asarray, inputs.train.batch(0, GROUPS).prompts)
+    abstract_prompts = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=p.layout.rows), prompts)
+    alone = compile_step(p, abstract_state(p), abstract_prompts, weights=(1.0,), jax_rewards={}, report=no_report)
+    return found | {"single": {name: costs(c, p) for name, c in phases(alone)}}
+
+
+def phases(step: CompiledStep) -> Iterable[tuple[str, Compiled]]:
+    """Those that do work."""
+    for field in dataclasses.fields(step):
+        phase = getattr(step, field.name)
+        if field.name not in ("update_weights", "reward") and phase is not None:
+            yield field.name, getattr(phase, "update", phase)
+
+
+def shard_shapes(tree: Any) -> dict[str, tuple[tuple[int, ...], tuple[int, ...]]]:
+    """path -> the leaf's shape, and that of one device's part."""
+    leaves = jax.tree.flatten_with_path(tree)[0]
+    return {
+        jax.tree_util.keystr(path, simple=True, separator="."): (x.shape, x.sharding.shard_shape(x.shape))
+        for path, x in leaves
+    }
+
+
+# What a compiled program does
+
+
+def costs(compiled: Compiled, p: Program) -> dict[str, Any]:
+    """FLOPs of one device, and the arrays that are gathered from several."""
+    cost = compiled.executable.cost_analysis()
+    return {"flops": cost["flops"], "gathers": gathers(compiled.executable.as_text(), p)}
+
+
+def gathers(text: str, p: Program) -> dict[str, int]:
+    """Results of all-gathers, such as "f32[16,20,32]", but for whole parameters: those fsdp gathers by its nature."""
+    tensor = p.layout.mesh.shape["tensor"]
+    parameters = set()
+    for leaf in jax.tree.leaves(p.actor_model.declare(), is_leaf=lambda x: isinstance(x, Param)):
+        cut = [
+            n // tensor if RULES.get(axis or "") == "tensor" else n
+            for n, axis in zip(leaf.shape, leaf.axes, strict=True)
+        ]
+        parameters |= {tuple(sorted(cut)), tuple(sorted(cut[1:]))}
+    found: collections.Counter[str] = collections.Counter()
+    for results in re.findall(r"= (.*?) all-gather(?:-start)?\(", text):
+        for kind, dims in re.findall(r"(\w+)\[([\d,]*)\]", results):
+            shape = [int(n) for n in dims.split(",") if n not in ("", "1")]
+            if tuple(sorted(shape)) not in parameters:
+                found[f"{kind}[{dims}]"] += 1
+    return dict(found)
+
+
+def no_report(text: str) -> None:
+    del text
+
+
+if __name__ == "__main__":
+    assert jax.device_count() == DEVICES, os.environ.get("XLA_FLAGS")
+    jax.config.update("jax_numpy_rank_promotion", "raise")
+    job, file = sys.argv[1:]
+    Path(file).write_bytes(pickle.dumps({"replay": replay, "sample": sample, "train": train}[job]()))

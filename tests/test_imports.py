@@ -1,0 +1,82 @@
+"""Imports run one way (see README, "The rooms"): each room names the rooms that it may import, and no other."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).resolve().parents[1] / "jaxrl_llm"
+
+# Room -> what it may import of this package. A room is a folder, or a module of its own.
+BASE = {"errors"}
+CONFIG = BASE | {"config", "config_rules", "config_values", "dotted", "rewards", "algorithms"}
+HOST = CONFIG | {"types", "tokenizer", "sources", "data", "metrics", "writers", "progress", "checkpoint", "sharding"}
+ALLOWED: dict[str, set[str]] = {
+    "__init__": {"command_line", "trainer"},
+    "errors": set(),
+    "dotted": BASE,
+    "types": BASE,
+    "algorithms": BASE,
+    "config_values": BASE,
+    "config_rules": BASE | {"algorithms", "config", "config_values", "dotted", "rewards"},
+    "config": CONFIG,
+    "command_line": CONFIG,
+    "rewards": BASE | {"dotted"},
+    "tasks": BASE,
+    "tokenizer": BASE,
+    "sources": BASE | {"dotted"},
+    "data": BASE | {"sources", "tokenizer", "types"},
+    "sharding": BASE | {"types"},
+    "checkpoint": BASE | {"types"},
+    "metrics": BASE | {"algorithms", "types"},
+    "progress": BASE,
+    "writers": CONFIG | {"progress"},
+    "samples": BASE | {"data", "rewards", "types"},
+    "models": BASE | {"types"},
+    "steps": CONFIG | {"types", "models", "metrics", "sharding"},
+    "loading": HOST | {"models", "steps"},
+    "compiled": HOST | {"models", "steps"},
+    "evaluation": HOST | {"models", "steps", "compiled"},
+    "trainer": HOST | {"models", "steps", "loading", "compiled", "evaluation", "samples"},
+    "train": {"command_line", "errors", "trainer"},
+    "evaluate": HOST | {"command_line", "models", "steps", "loading", "compiled", "evaluation"},
+    "fetch": BASE | {"models"},
+}
+
+
+def rooms() -> dict[str, list[Path]]:
+    found: dict[str, list[Path]] = {}
+    for path in sorted(PACKAGE.rglob("*.py")):
+        found.setdefault(path.relative_to(PACKAGE).parts[0].removesuffix(".py"), []).append(path)
+    return found
+
+
+def imported_rooms(path: Path) -> set[str]:
+    names = []
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            names += [node.module] if node.module != "jaxrl_llm" else [f"jaxrl_llm.{a.name}" for a in node.names]
+            assert node.level == 0, f"{path}: relative import"
+        elif isinstance(node, ast.Import):
+            names += [alias.name for alias in node.names]
+    return {name.split(".")[1] for name in names if name.startswith("jaxrl_llm.")}
+
+
+@pytest.mark.parametrize("room", rooms())
+def test_a_room_imports_only_what_lies_below_it(room: str) -> None:
+    assert room in ALLOWED, f"{room} is a new room: say in ALLOWED what it may import"
+    for path in rooms()[room]:
+        assert imported_rooms(path) - {room} <= ALLOWED[room], path.name
+
+
+def test_algorithms_know_no_model_and_no_config() -> None:
+    assert not ALLOWED["algorithms"] & {"models", "config", "trainer", "types"}
+
+
+def test_reward_workers_do_not_pull_in_jax() -> None:
+    program = "import sys, jaxrl_llm.rewards; sys.exit('jax' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program], cwd=PACKAGE.parent).returncode == 0
