@@ -2,8 +2,8 @@
 
     python -m benchmarks.curves docs/addition.png runs/addition runs/addition_ppo
 
-Left the sampled reward of every training step (thin: as measured, thick: mean of the last five), right the greedy accuracy
-of each evaluation with its 95% interval, dashed for problems that training also draws from.
+Left the sampled reward of every training step (thin: as measured, thick: mean of the last five), right the greedy
+accuracy of each evaluation with its 95% interval, dashed for problems that training also draws from.
 """
 
 from __future__ import annotations

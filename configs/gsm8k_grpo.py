@@ -1,7 +1,7 @@
 """GRPO on GSM8K, for an instruct model of 0.5B to 3B parameters on one GPU or TPU host.
 
-The reward is 1 if the number in \\boxed{}, else after ####, else the last number, is the gold one. Questions come from the hub's
-openai/gsm8k where it can be reached, or from JSONL files with `question` and `answer`:
+The reward is 1 if the number in \\boxed{}, else after ####, else the last number, is the gold one. Questions come
+from the hub's openai/gsm8k where it can be reached, or from JSONL files with `question` and `answer`:
 
     python -m jaxrl_llm.train --config configs/gsm8k_grpo.py --config.model.path=Qwen/Qwen2.5-0.5B-Instruct
     python -m jaxrl_llm.train --config configs/gsm8k_grpo.py --config.model.path=models/smollm2-135m \\

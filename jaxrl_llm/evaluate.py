@@ -24,7 +24,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     argv = list(sys.argv[1:] if argv is None else argv)
     try:
         parser = make_parser("evaluate", "Held-out accuracy, greedy and sampled, with a 95% interval.")
-        parser.add_argument("--run", metavar="DIR", help="a run's folder: its newest checkpoint, and its config if none is given")
+        parser.add_argument(
+            "--run", metavar="DIR", help="a run's folder: its newest checkpoint, and its config if none is given"
+        )
         parser.add_argument("--samples", type=int, default=4, help="sampled responses per prompt; 0 for greedy alone")
         parser.add_argument("--output", metavar="FILE", help="write every response and score to this JSONL file")
         known, _ = parser.parse_known_args([*argv, "--config="])
@@ -33,6 +35,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         config, args = parse_args(parser, argv)
         if not config.data.eval:
             raise UserError("config.data.eval: must be given: a source of held-out prompts")
+        if args.samples < 0:
+            raise UserError(f"--samples={args.samples}: must be at least 0")
+        if args.output and not Path(args.output).absolute().parent.is_dir():
+            raise UserError(f"--output={args.output}: there is no folder {str(Path(args.output).parent)!r}")
         results = evaluate(config, run=args.run, samples=args.samples)
     except (UserError, RunAborted, StorageError) as error:
         print(f"error: {error}", file=sys.stderr)
@@ -40,8 +46,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name, rows in results.items():
         print(summary(name, rows))
     if args.output:
-        lines = (json.dumps({"mode": name, **row}, ensure_ascii=False) for name, rows in results.items() for row in rows)
-        Path(args.output).write_text("".join(line + "\n" for line in lines), encoding="utf-8")
+        rows = [{"mode": name, **row} for name, found in results.items() for row in found]
+        lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+        Path(args.output).write_text(lines, encoding="utf-8")
     return 0
 
 
@@ -74,7 +81,8 @@ def evaluate(config: Config, *, run: str | None = None, samples: int = 4) -> dic
     else:
         declaration = program.actor_model.declare()
         shapes = jax.tree.map(
-            lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), declared(declaration), layout.params(declaration)
+            lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), declared(declaration),
+            layout.params(declaration)
         )
         checkpoints = Checkpoints(Path(run) / "checkpoints")
         state, _ = checkpoints.restore({"actor": {"params": shapes}}, partial=True)
@@ -89,7 +97,8 @@ def evaluate(config: Config, *, run: str | None = None, samples: int = 4) -> dic
         if n == 0:
             continue
         sample = compile_sampler(
-            program, abstract(view), abstract(layout.put_rows(prompts)), n=n, sampling=sampling, report=report, name=name
+            program, abstract(view), abstract(layout.put_rows(prompts)), n=n, sampling=sampling, report=report,
+            name=name
         )
         evaluator = Evaluator(
             data=inputs.held_out,
@@ -109,7 +118,8 @@ def evaluate(config: Config, *, run: str | None = None, samples: int = 4) -> dic
 def summary(name: str, rows: Sequence[dict[str, Any]]) -> str:
     """One line: the mean score with its 95% interval over problems, and how many there are.
 
-    >>> summary("greedy", [{"uid": i, "score": float(i < 90), "length": 3, "finish_reason": "stop"} for i in range(100)])
+    >>> row = {"length": 3, "finish_reason": "stop"}
+    >>> summary("greedy", [{"uid": i, "score": float(i < 90), **row} for i in range(100)])
     'greedy   0.900 [0.826, 0.945]  100 problems x 1, mean length 3.0, 0% truncated'
     """
     from jaxrl_llm.evaluation import wilson_interval
@@ -127,10 +137,11 @@ def summary(name: str, rows: Sequence[dict[str, Any]]) -> str:
     n = len(rows) // count
     length = np.mean([row["length"] for row in rows])
     truncated = np.mean([row["finish_reason"] == "length" for row in rows])
+    failed = sum(row["score"] is None for row in rows)
     return (
         f"{name:<8} {mean:.3f} [{low:.3f}, {high:.3f}]  {count} problems x {n}, "
         f"mean length {length:.1f}, {truncated:.0%} truncated"
-    )
+    ) + (f"; the reward failed on {failed} of {len(rows)} responses, which count as 0" if failed else "")
 
 
 if __name__ == "__main__":

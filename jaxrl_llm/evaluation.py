@@ -16,17 +16,25 @@ from jaxrl_llm.rewards import RewardSet, Scores
 from jaxrl_llm.sharding import Layout
 from jaxrl_llm.steps.rollout import StopRules
 from jaxrl_llm.tokenizer import cut_at_stop, decode_response
-from jaxrl_llm.types import Batch, Params
+from jaxrl_llm.types import FINISH_STOP, Batch, Params
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 
-def response_texts(batch: Batch, tokenizer: PreTrainedTokenizerFast, stop: Sequence[str]) -> list[str]:
-    """The responses [B] as rewards see them: their own tokens without special ones, cut before a stop string."""
-    responses, mask = jax.device_get((batch.responses, batch.response_mask))
-    texts = (decode_response(tokenizer, ids[own].tolist()) for ids, own in zip(responses, mask, strict=True))
-    return [cut_at_stop(text, stop) for text in texts]
+def response_texts(
+    batch: Batch, tokenizer: PreTrainedTokenizerFast, stops: StopRules, stop: Sequence[str]
+) -> list[str]:
+    """The responses [B] as rewards see them: their own tokens but special ones, cut before a stop token or string."""
+    host = jax.device_get((batch.responses, batch.response_mask, batch.finish_reason, stops.ids))
+    responses, mask, reasons, stop_ids = (np.asarray(x) for x in host)
+    texts = []
+    for ids, own, reason in zip(responses, mask, reasons, strict=True):
+        tokens = ids[own].tolist()
+        if reason == FINISH_STOP and tokens[-1] in stop_ids:
+            tokens.pop()
+        texts.append(cut_at_stop(decode_response(tokenizer, tokens), stop))
+    return texts
 
 
 def score_texts(rewards: RewardSet, given: PromptBatch, texts: Sequence[str]) -> Scores:
@@ -64,7 +72,7 @@ class Evaluator:
         weights = self.rewards.weights
         for given in self.data.eval_batches(self.batch_size):
             batch = self.sample(view, self.layout.put_rows(given.prompts), self.stops, np.int32(step))
-            texts = response_texts(batch, self.tokenizer, self.stop)
+            texts = response_texts(batch, self.tokenizer, self.stops, self.stop)
             scored = score_texts(self.rewards, given, texts)
             batch = self.reward(batch, *self.layout.put_rows((scored.scores, scored.valid)))
             scores, valid, lengths, reasons = jax.device_get(
@@ -91,7 +99,8 @@ class Evaluator:
 
 
 def evaluation_metrics(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Mean score by data source, verl's names: `val-core/SOURCE/reward/mean@n`, and per function where there are several.
+    """Mean score by data source, verl's names: `val-core/SOURCE/reward/mean@n`, and per function where there are
+    several.
 
     A failed reward counts as 0: held-out accuracy is not allowed to rise because answers crash the scorer.
 

@@ -1,4 +1,5 @@
-"""From a config to what a run is made of: tokenizer, models with their parameters on the mesh, stop rules, prompts, rewards."""
+"""From a config to what a run is made of: tokenizer, models with their parameters on the mesh, stop rules, prompts,
+rewards."""
 
 from __future__ import annotations
 

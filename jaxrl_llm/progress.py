@@ -50,7 +50,8 @@ def headline(metrics: Mapping[str, float]) -> list[tuple[str, str]]:
     seconds, tokens = metrics.get("perf/time_per_step"), metrics.get("perf/total_num_tokens")
     if seconds and tokens:
         line.append(("tokens/s", f"{tokens / seconds:,.0f}"))
-    evaluated = [(key, f"{value:.3f}") for key, value in metrics.items() if key.startswith("val-core/") and _finite(value)]
+    core = [(key, value) for key, value in metrics.items() if key.startswith("val-core/") and _finite(value)]
+    evaluated = [(key, f"{value:.3f}") for key, value in core]
     return line + evaluated
 
 

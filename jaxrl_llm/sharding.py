@@ -1,4 +1,5 @@
-"""Where arrays live: the mesh, the rules from logical axes to mesh axes, and the constraints that keep activations there.
+"""Where arrays live: the mesh, the rules from logical axes to mesh axes, and the constraints that keep activations
+there.
 
 Mesh axes: `data` (rows), `fsdp` (rows, and parameters cut along their `embed` axis), `tensor` (heads, mlp, vocabulary).
 Rows of a batch are spread over data and fsdp together. On one device every rule is the identity.
@@ -98,7 +99,8 @@ class Layout:
                 if size % parts:
                     name = jax.tree_util.keystr(path, simple=True, separator=".")
                     raise UserError(
-                        f"mesh.{rule}={parts} does not divide axis {axis!r} ({size}) of {name} {list(leaf.shape)}"
+                        f"config.mesh.{rule} = {parts}: does not divide the axis {axis!r} ({size}) of {name} "
+                        f"{list(leaf.shape)}"
                     )
             return self.named(leaf.axes)
 
@@ -116,7 +118,8 @@ class Layout:
         )
 
     def put_rows(self, tree: Any) -> Any:
-        """Host arrays, of which every process holds its own part, as arrays spread over the mesh along the leading axis."""
+        """Host arrays, of which every process holds its own part, as arrays spread over the mesh along the leading
+        axis."""
         return jax.tree.map(lambda x: jax.make_array_from_process_local_data(self.rows, np.asarray(x)), tree)
 
     def put_prompts(self, prompts: Prompts) -> Prompts:

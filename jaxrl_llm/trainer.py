@@ -117,17 +117,18 @@ class Run:
         self._state = self._state.replace(kl_coef=kl_coef, step=done)
         numbers = _host_metrics(metrics, updated) | extras_metrics(scored.extras)
         self._show(batch, given, texts, scored)
-        self._check(scored)
+        self._check(scored, numbers["reward/failed_ratio"])
         return numbers, batch
 
     def _reward(self, batch: Batch, given: PromptBatch) -> tuple[Batch, list[str], Scores]:
         check_batch(batch, n=self.config.rollout.n, vocab_size=self._program.actor_model.vocab_size)
-        texts = response_texts(batch, self._inputs.tokenizer, self.config.rollout.stop)
+        texts = response_texts(batch, self._inputs.tokenizer, self._program.stops, self.config.rollout.stop)
         scored = score_texts(self._inputs.rewards, given, texts)
         return self._phases.reward(batch, *self._layout.put_rows((scored.scores, scored.valid))), texts, scored
 
     def _update(self, role: str, updates: CompiledUpdates, batch: Batch, step: np.int32) -> list[Any]:
-        """The phase's updates one after the other; their metrics. Each takes over the buffers of the state before it, so the
+        """The phase's updates one after the other; their metrics. Each takes over the buffers of the state before
+        it, so the
         new state is put down at once: an interrupted phase leaves a whole state behind."""
         metrics = []
         for index in range(updates.count):
@@ -259,12 +260,11 @@ class Run:
             metrics, _ = self._evaluator(self._phases.update_weights(self._state.actor.params), self.step)
         return metrics
 
-    def _check(self, scored: Scores) -> None:
+    def _check(self, scored: Scores, failed_ratio: float) -> None:
         """Ends a run that cannot learn any more."""
-        if scored.failures and not scored.valid.any():
-            raise RunAborted(
-                f"step {self.step}: the reward failed on every response; the first failure:\n{scored.failures[0]}"
-            )
+        if failed_ratio == 1:
+            first = scored.failures[0] if scored.failures else "a JAX reward's score was not finite"
+            raise RunAborted(f"step {self.step}: the reward failed on every response; the first failure:\n{first}")
         for role, trained in (("actor", self._state.actor), ("critic", self._state.critic)):
             skipped = int(trained.skipped) if trained else 0
             if skipped >= self.config.trainer.max_skipped_updates:

@@ -109,7 +109,8 @@ class Batch(struct.PyTreeNode):
         return self.responses.shape[1]
 
     def require(self, *names: str, phase: str) -> None:
-        """Raises `MissingEvidence` naming the first absent field, the phase that needs it and the one that writes it."""
+        """Raises `MissingEvidence` naming the first absent field, the phase that needs it and the one that writes
+        it."""
         for name in names:
             if getattr(self, name) is None:
                 raise MissingEvidence(
@@ -161,8 +162,8 @@ class Batch(struct.PyTreeNode):
         return self if times == 1 else self._map_fields(per_prompt=repeat, per_row=lambda x: x)
 
     def split(self, parts: int) -> Batch:
-        """Leaves with a leading axis of `parts` batches: part j has the prompts j, j + parts, …, so that each part takes
-        some of every shard's. `join_parts` undoes it."""
+        """Leaves with a leading axis of `parts` batches: part j has the prompts j, j + parts, …, so that each part
+        takes some of every shard's. `join_parts` undoes it."""
         per_part, n = self.num_prompts // parts, self.n
         chex.assert_equal(per_part * parts, self.num_prompts)
 
@@ -221,7 +222,8 @@ def check_batch(batch: Batch, *, n: int, vocab_size: int) -> None:
         found = host[name]
         if found.dtype != dtype or found.shape != shape:
             raise ValueError(
-                f"batch.{name}: expected {np.dtype(dtype).name}{list(shape)}, found {found.dtype.name}{list(found.shape)}"
+                f"batch.{name}: expected {np.dtype(dtype).name}{list(shape)}, "
+                f"found {found.dtype.name}{list(found.shape)}"
             )
     if rows != prompts * n:
         raise ValueError(f"batch: {prompts} prompts x n={n} make {prompts * n} rows, found {rows}")
@@ -327,10 +329,11 @@ class Model:
     forward(params, tokens, positions, segment_ids, *, prefix_ids=None, blocks=None, cache=None) -> (hidden, cache)
       tokens, positions, segment_ids: int32 [B, T]. Segment 0 is padding. A token sees the tokens of its own segment at
       positions up to its own, and those of segment `prefix_ids` (int32 [B, T]; 0 for none) likewise.
-      With blocks = (P, n), T is P tokens of a prompt, then n responses of equal width: each sees the prompt and itself, and
-      segment_ids is a 0/1 mask. The same could be said with segments and prefixes, but here what is unseen is not computed.
-      With a cache, segment_ids is a 0/1 mask: real tokens are written to the cache's slot
-      `position - prompt_length` of their row and see the row's prompt and slots. hidden: compute dtype [B, T, D], normalized.
+      With blocks = (P, n), T is P tokens of a prompt, then n responses of equal width: each sees the prompt and
+      itself, and segment_ids is a 0/1 mask. The same could be said with segments and prefixes, but here what is
+      unseen is not computed. With a cache, segment_ids is a 0/1 mask: real tokens are written to the cache's slot
+      `position - prompt_length` of their row and see the row's prompt and slots. hidden: compute dtype [B, T, D],
+      normalized.
     heads["logits"](params, hidden [..., D]) -> float32 [..., V];  heads["value"](params, hidden) -> float32 [...]
     """
 

@@ -1,4 +1,4 @@
-"""What test_sharding.py asks of eight devices: `python -m tests.on_devices JOB FILE` pickles a job's findings into FILE.
+"""What test_sharding.py asks of eight devices: `python -m tests.on_devices JOB FILE` pickles what a job finds.
 
 It is a process of its own, since the number of CPU devices is fixed when jax starts. Jobs: `replay`, `sample`, `train`.
 """
@@ -39,7 +39,7 @@ MESHES: dict[str, dict[str, int]] = {
     "all": {"data": 2, "fsdp": 2, "tensor": 2},
     "tensor": {"data": 4, "fsdp": 1, "tensor": 2},
 }
-# As Adam's step has a size of its own where a gradient is next to nothing, a larger eps than usual keeps rounding small.
+# Adam takes a whole step even where a gradient is nothing but rounding; a larger eps than usual keeps it from that.
 OPTIMIZER = {"optimizer__lr": 3e-3, "optimizer__eps": 1e-4, "optimizer__schedule": "cosine"}
 
 
@@ -171,27 +171,23 @@ def sample() -> dict[str, Batch]:
 
 
 def train() -> dict[str, Any]:
-    """Two steps and an evaluation of a run on the mesh of all three axes, and what each phase costs there and on one device."""
-    shards = layout("all").batch_shards
-    overrides = case("ppo", shards) | {"model__logprob_chunk": 10_000, "trainer__steps": 2, "eval__batch_size": 8}
-    overrides |= {f"mesh__{axis}": size for axis, size in MESHES["all"].items()}
+    """Two steps of a run, evaluated, on the mesh of all three axes; what each phase costs there and on one device."""
+    mesh = {f"mesh__{axis}": size for axis, size in MESHES["all"].items()}
+    overrides = case("ppo", layout("all").batch_shards) | mesh | {"trainer__steps": 2, "eval__batch_size": 8}
     with fit(tiny_folder.config(**overrides)) as run:
-        first, metrics, batch = run._state, [], None
-        for step_metrics, batch in run:
-            metrics.append(step_metrics)
-        p, state = run._program, run._state
-        assert isinstance(batch, Batch)
+        first, p = run._state, run._program
+        steps = list(run)
         found = {
-            "metrics": metrics,
-            "state": shard_shapes(state),
+            "metrics": [metrics for metrics, _ in steps],
+            "state": shard_shapes(run._state),
             "declared": shard_shapes(abstract_state(p)),
-            "batch": shard_shapes(batch),
+            "batch": shard_shapes(steps[-1][1]),
             "donated": [x.is_deleted() for x in jax.tree.leaves((first.actor, first.critic))],
             "kept": [x.is_deleted() for x in jax.tree.leaves(first.reference)],
             "phases": {name: costs(c, p) for name, c in phases(run._phases)},
+            "layout": placed(p.layout),
         }
-    single = tiny_folder.config(**overrides, **{f"{role}__micro_batch_size": 8 for role in ("actor", "critic")})
-    single = dataclasses.replace(single, trainer=dataclasses.replace(single.trainer, score_micro_batch_size=16))
+    single = tiny_folder.config(**case("ppo", 1))
     inputs = load_inputs(single)
     p = build_program(single, inputs, Layout.single(), 2)
     assert inputs.train is not None
@@ -199,6 +195,21 @@ def train() -> dict[str, Any]:
     abstract_prompts = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=p.layout.rows), prompts)
     alone = compile_step(p, abstract_state(p), abstract_prompts, weights=(1.0,), jax_rewards={}, report=no_report)
     return found | {"single": {name: costs(c, p) for name, c in phases(alone)}}
+
+
+def placed(where: Layout) -> dict[str, Any]:
+    """Which rows `put_rows` gives to how many devices; the shapes, whole and in part, of what is constrained."""
+
+    def shapes(function: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        x = jax.jit(function)(np.zeros((8, 4, 6)))
+        return x.shape, x.sharding.shard_shape(x.shape)
+
+    put = where.put_rows({"rows": np.arange(8)})["rows"]
+    return {
+        "devices": collections.Counter(tuple(shard.data.tolist()) for shard in put.addressable_shards),
+        "constrained": shapes(lambda x: where.constrain(x, ("batch", None, "heads"))),
+        "constrained_rows": shapes(where.constrain_rows),
+    }
 
 
 def phases(step: CompiledStep) -> Iterable[tuple[str, Compiled]]:
@@ -232,10 +243,8 @@ def gathers(text: str, p: Program) -> dict[str, int]:
     tensor = p.layout.mesh.shape["tensor"]
     parameters = set()
     for leaf in jax.tree.leaves(p.actor_model.declare(), is_leaf=lambda x: isinstance(x, Param)):
-        cut = [
-            n // tensor if RULES.get(axis or "") == "tensor" else n
-            for n, axis in zip(leaf.shape, leaf.axes, strict=True)
-        ]
+        parts = [tensor if RULES.get(axis or "") == "tensor" else 1 for axis in leaf.axes]
+        cut = [size // count for size, count in zip(leaf.shape, parts, strict=True)]
         parameters |= {tuple(sorted(cut)), tuple(sorted(cut[1:]))}
     found: collections.Counter[str] = collections.Counter()
     for results in re.findall(r"= (.*?) all-gather(?:-start)?\(", text):
@@ -254,4 +263,5 @@ if __name__ == "__main__":
     assert jax.device_count() == DEVICES, os.environ.get("XLA_FLAGS")
     jax.config.update("jax_numpy_rank_promotion", "raise")
     job, file = sys.argv[1:]
-    Path(file).write_bytes(pickle.dumps({"replay": replay, "sample": sample, "train": train}[job]()))
+    with tiny_folder._session():
+        Path(file).write_bytes(pickle.dumps({"replay": replay, "sample": sample, "train": train}[job]()))

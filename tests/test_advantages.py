@@ -24,6 +24,7 @@ from jaxrl_llm.algorithms.advantages import (
     kl_in_reward,
 )
 
+variants: Any = chex.variants  # pyright cannot see through its decorators
 ROWS, WIDTH = 8, 5
 GROUP = [name for name, estimator in ESTIMATORS.items() if estimator.group]
 WHITENED = ("reinforce_plus_plus_baseline", "gdpo")
@@ -33,8 +34,8 @@ LENGTHS = hnp.arrays(np.int64, ROWS, elements=st.integers(0, WIDTH))
 UID = np.array([7, 7, 9, 9, 7, 9, 7, 9], np.int32)
 
 
-def evidence(scores: Any, lengths: Any, uid: Any = UID, *, seed: int = 0, dtype: str = "float32") -> AdvantageInputs:
-    """Rows with their score on the last token, and random evidence for the rest."""
+def evidence(scores: Any, lengths: Any, uid: Any = UID, *, seed: int = 0, dtype: str = "float32") -> Any:
+    """`AdvantageInputs`: rows with their score on the last token, and random evidence for the rest."""
     rng = np.random.default_rng(seed)
     mask = np.arange(WIDTH)[None, :] < np.asarray(lengths)[:, None]
     last = np.arange(WIDTH)[None, :] == np.asarray(lengths)[:, None] - 1
@@ -71,7 +72,7 @@ def loop_gae(x: AdvantageInputs, gamma: float, lam: float) -> tuple[np.ndarray, 
 
 
 class Gae(chex.TestCase):
-    @chex.variants(with_jit=True, without_jit=True)
+    @variants(with_jit=True, without_jit=True)
     @parameterized.parameters((1.0, 1.0), (0.9, 0.95), (0.99, 0.0), (0.0, 0.5))
     def test_equals_a_plain_loop(self, gamma: float, lam: float) -> None:
         x = evidence(np.arange(8.0) - 3, [5, 1, 3, 0, 2, 5, 4, 2])
@@ -116,7 +117,7 @@ def test_group_advantages_sum_to_zero(scores: Any, lengths: Any) -> None:
     for name in CENTERED:
         row = np.asarray(jitted(name)(x)[0])[:, 0]  # one number on every token, and every row with tokens has the first
         for uid in (7, 9):
-            assert abs(row[UID == uid].sum()) < 1e-3 * (1 + np.abs(row).max()), name
+            assert abs(row[uid == UID].sum()) < 1e-3 * (1 + np.abs(row).max()), name
 
 
 @settings(deadline=None, max_examples=25)
@@ -141,7 +142,13 @@ def test_row_order_and_the_names_of_groups_do_not_matter(scores: Any, lengths: A
 def test_affine_changes_of_the_reward(scores: Any, lengths: Any, factor: float, shift: float) -> None:
     """Scaled by the group's deviation nothing changes; unscaled the factor comes through, and a shift never does."""
     x, changed = evidence(scores, lengths), evidence(scores * factor + shift, lengths)
-    for name, expected in {"grpo": 1.0, "reinforce_plus_plus_baseline": 1.0, "gdpo": 1.0, "rloo": factor, "opo": factor}.items():
+    for name, expected in {
+        "grpo": 1.0,
+        "reinforce_plus_plus_baseline": 1.0,
+        "gdpo": 1.0,
+        "rloo": factor,
+        "opo": factor,
+    }.items():
         before, after = (np.asarray(jitted(name)(e)[0]) for e in (x, changed))
         np.testing.assert_allclose(after, before * expected, rtol=2e-3, atol=1e-3 * expected, err_msg=name)
 
@@ -174,7 +181,11 @@ def test_what_the_mask_hides_reaches_neither_value_nor_gradient(scores: Any, len
     hidden = ~np.asarray(x.mask)
 
     def poison(value: Any) -> Any:
-        where = hidden if value.ndim == 2 and value.shape[1] == WIDTH else hidden.all(-1).reshape(-1, *[1] * (value.ndim - 1))
+        where = (
+            hidden
+            if value.ndim == 2 and value.shape[1] == WIDTH
+            else hidden.all(-1).reshape(-1, *[1] * (value.ndim - 1))
+        )
         return jnp.where(where, hostile, value)
 
     floats = [name for name in x._fields if name not in ("mask", "uid")]
@@ -296,9 +307,7 @@ def test_the_optimal_token_baseline_is_the_weighted_mean_of_returns() -> None:
 
 def test_the_tail_of_the_longest_response_has_no_baseline_or_itself() -> None:
     x = evidence([1.0, 0.0], [4, 2], np.full(2, 5, np.int32))
-    with_tail, without = (
-        ESTIMATORS["optimal_token_baseline"](x, handle_zero_tail=flag)[0] for flag in (True, False)
-    )
+    with_tail, without = (ESTIMATORS["optimal_token_baseline"](x, handle_zero_tail=flag)[0] for flag in (True, False))
     assert with_tail[0, 2:4].tolist() == [1.0, 1.0]
     np.testing.assert_allclose(without[0, 2:4], 0, atol=1e-6)
     np.testing.assert_array_equal(with_tail[:, :2], without[:, :2])

@@ -22,12 +22,13 @@ from jaxrl_llm.algorithms.log_probs import (
     token_log_probs,
 )
 
+variants: Any = chex.variants  # pyright cannot see through its decorators
 ROWS, WIDTH, SIZE, VOCAB = 2, 7, 3, 11
 RNG = np.random.default_rng(0)
 LOGITS = RNG.normal(0, 3, (ROWS, WIDTH, VOCAB)).astype(np.float32)
 HIDDEN = RNG.normal(size=(ROWS, WIDTH, SIZE)).astype(np.float32)
 HEAD = RNG.normal(size=(SIZE, VOCAB)).astype(np.float32)
-LABELS = RNG.integers(0, VOCAB, (ROWS, WIDTH)).astype(np.int32)
+LABELS: Any = RNG.integers(0, VOCAB, (ROWS, WIDTH)).astype(np.int32)
 
 
 def softmax(logits: np.ndarray) -> np.ndarray:
@@ -36,7 +37,7 @@ def softmax(logits: np.ndarray) -> np.ndarray:
 
 
 class FromLogits(chex.TestCase):
-    @chex.variants(with_jit=True, without_jit=True)
+    @variants(with_jit=True, without_jit=True)
     @parameterized.parameters(0.3, 1.0, 1.7)
     def test_everything_is_of_logits_over_temperature(self, temperature: float) -> None:
         pi = softmax(LOGITS / temperature)
@@ -68,7 +69,7 @@ def test_vocabulary_padding_of_minus_infinity_counts_for_nothing() -> None:
 
 
 def test_large_logits_lose_no_digits() -> None:
-    shifted = (LOGITS + np.float32(4096)).astype(np.float32)
+    shifted: Any = (LOGITS + np.float32(4096)).astype(np.float32)
     exact = softmax(shifted.astype(np.float64) / 0.7)
     np.testing.assert_allclose(entropy(shifted, 0.7), -(exact * np.log(exact)).sum(-1), rtol=1e-5, atol=1e-6)
 

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from jaxrl_llm.algorithms import masked
 
+variants: Any = chex.variants  # pyright cannot see through its decorators
 SHAPE = (4, 6)
 FLOATS = hnp.arrays(np.float32, SHAPE, elements=st.floats(-100, 100, width=32))
 MASKS = hnp.arrays(np.bool_, SHAPE)
@@ -37,7 +38,7 @@ VALUE_AND_GRAD = {
 
 
 class Statistics(chex.TestCase):
-    @chex.variants(with_jit=True, without_jit=True)
+    @variants(with_jit=True, without_jit=True)
     @parameterized.parameters(None, 0, 1)
     def test_numpy_agrees(self, axis: int | None) -> None:
         rng = np.random.default_rng(0)
@@ -54,7 +55,7 @@ class Statistics(chex.TestCase):
             statistic = self.variant(lambda x, mask, name=name: STATISTICS[name](x, mask, axis))
             np.testing.assert_allclose(statistic(x, mask), np.ma.filled(expected), rtol=1e-5, atol=1e-6, err_msg=name)
 
-    @chex.variants(with_jit=True, without_jit=True)
+    @variants(with_jit=True, without_jit=True)
     def test_whitening(self) -> None:
         rng = np.random.default_rng(1)
         x, mask = rng.normal(3, 2, SHAPE).astype(np.float32), rng.random(SHAPE) < 0.6

@@ -146,7 +146,8 @@ def test_a_run_fills_its_folder(either: Watched) -> None:
 
 
 def test_every_phase_has_its_timer(grpo: Watched, ppo: Watched) -> None:
-    common = {"step", "data", "update_weights", "gen", "reward", "ref", "adv", "update_actor", "testing", "save_checkpoint"}
+    common = {"step", "data", "update_weights", "gen", "reward", "ref", "adv", "update_actor"}
+    common |= {"testing", "save_checkpoint"}
     for watched, expected in ((grpo, common), (ppo, common | {"old_log_prob", "values", "update_critic"})):
         found = {name.removeprefix("timing_s/") for name in watched.metrics[1] if name.startswith("timing_s/")}
         assert found == expected
@@ -215,6 +216,18 @@ def test_another_configuration_is_refused_and_named(grpo: Watched) -> None:
     assert "config.optimizer.lr: was 0.01, now 0.5" in str(caught.value)
     assert "trainer.steps" not in str(caught.value)
     assert (grpo.folder / "config.json").read_bytes() == before
+
+
+def test_epochs_instead_of_steps() -> None:
+    """12 prompts, 4 a step: after two epochs each was drawn twice, and no uid came back."""
+    run = fit(tiny_folder.config(**GRPO, **QUIET, trainer__epochs=2))
+    assert run.total_steps == 6
+    batches = [batch for _, batch in run]
+    prompts = [
+        np.asarray(row)[mask].tobytes() for b in batches for row, mask in zip(b.prompts, b.prompt_mask, strict=True)
+    ]
+    assert len(prompts) == 24 and set(prompts[:12]) == set(prompts[12:]) and len(set(prompts)) == 12
+    np.testing.assert_array_equal(np.concatenate([b.uid for b in batches]), np.repeat(np.arange(24), 4))
 
 
 # Time
@@ -395,7 +408,7 @@ def test_rewards_of_every_kind_together(tmp_path: Path) -> None:
     config = tiny_folder.config(
         reward__functions=tuple(f"tests.tiny_folder:{name}" for name in ("picky", "digits", "brief", "near_answer")),
         reward__weights=(2.0, 1.0, 0.5, 0.25),
-        reward__data_sources=("", "words", "signs", ""),
+        reward__data_sources=("", "words", "signs", "words"),
         rollout__stop=("e", "33"),
         trainer__steps=3,
     )
@@ -422,7 +435,7 @@ def test_rewards_of_every_kind_together(tmp_path: Path) -> None:
             share = tiny_folder.digits("", text, {})["score"]
             a, b = (int(c) for c in row["prompt"] if c.isdigit())
             near = -0.1 * abs(row["length"] - (a + b))
-            expected = [share, share * words, tiny_folder.brief("", text, {}) * (not words), near]
+            expected = [share, share * words, tiny_folder.brief("", text, {}) * (not words), near * words]
             np.testing.assert_allclose(row["scores"], expected, rtol=1e-5, atol=1e-7)
             np.testing.assert_allclose(row["score"], np.dot(expected, config.reward.weights), rtol=1e-5, atol=1e-6)
         valid = np.array([row["valid"] for row in rows])
@@ -504,12 +517,31 @@ def test_the_state_survives_a_loop_that_is_left(grpo: Watched, tmp_path: Path) -
 def test_an_error_within_a_step_leaves_the_state_of_the_last(grpo: Watched, monkeypatch: pytest.MonkeyPatch) -> None:
     run = fit(tiny_folder.config(**GRPO, **QUIET))
     next(run)
-    score = type(run._inputs.rewards).score
-    monkeypatch.setattr(type(run._inputs.rewards), "score", lambda *_: score("not", "even", "arguments"))  # type: ignore
-    with pytest.raises(AttributeError):
+
+    def fail(*_: Any) -> Any:
+        raise UserError("a reward that is no score")
+
+    monkeypatch.setattr("jaxrl_llm.trainer.score_texts", fail)
+    with pytest.raises(UserError):
         next(run)
     assert run.step == 1
     assert_equal(on_host(run), grpo.states[1])
+
+
+def test_an_interrupted_update_leaves_a_whole_state(ppo: Watched) -> None:
+    """The critic has been trained, its old buffers are gone, and the actor is as it was."""
+
+    def interrupt(*_: Any) -> Any:
+        raise KeyboardInterrupt
+
+    run = fit(tiny_folder.config(**PPO, **QUIET))
+    update = dataclasses.replace(run._phases.update_actor, update=interrupt)
+    run._phases = dataclasses.replace(run._phases, update_actor=update)
+    with pytest.raises(KeyboardInterrupt):
+        next(run)
+    state = on_host(run)
+    assert_equal(state.critic, ppo.states[1].critic)
+    assert_equal(state.actor, ppo.states[0].actor)
 
 
 # Giving up

@@ -45,7 +45,8 @@ def params(seed: int = 0, **kwargs: Any) -> Params:
 
 
 def config(**overrides: Any) -> Config:
-    """A valid config of 4 prompts x 4 responses; `overrides` are dotted keys with _ _ for the dot, such as rollout__n=2."""
+    """A valid config of 4 prompts x 4 responses; `overrides` are dotted keys with _ _ for the dot, such as
+    rollout__n=2."""
     raw = base.get_config()
     raw.model.path = "tiny"
     raw.data.train = ("none",)

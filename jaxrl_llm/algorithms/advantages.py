@@ -1,9 +1,9 @@
 """Advantage estimators, and the KL divergence in the reward.
 
-Every estimator is a plain function `(rewards, mask, …evidence, *, …options) -> (advantages, returns)`, both [B, R] and 0
-outside the mask. Its signature is all there is to declare: a parameter without a default is evidence that it needs, one
-with the default None is evidence that it can use, keyword-only parameters are its options. `Estimator.of` reads this,
-and gives them all the one calling convention that a trainer wants.
+Every estimator is a plain function `(rewards, mask, …evidence, *, …options) -> (advantages, returns)`, both [B, R]
+and 0 outside the mask. Its signature is all there is to declare: a parameter without a default is evidence that it
+needs, one with the default None is evidence that it can use, keyword-only parameters are its options. `Estimator.of`
+reads this, and gives them all the one calling convention that a trainer wants.
 
 Group estimators compare the responses to one prompt (`uid`). Rows with an empty mask take part in no statistic; a group
 whose rewards are all equal, and a group of one, give exactly 0. A row's score is s = Σ_t reward · mask.
@@ -106,7 +106,8 @@ def gae(
     lam: float | Array = 1.0,
     whiten: bool = True,
 ) -> Advantages:
-    """Generalized advantage estimation over the tokens of the mask (Schulman et al. 2016, https://arxiv.org/abs/1506.02438).
+    """Generalized advantage estimation over the tokens of the mask (Schulman et al. 2016,
+    https://arxiv.org/abs/1506.02438).
 
     δ_t = r_t + γ V_{t+1} − V_t,  A_t = δ_t + γ λ A_{t+1},  return_t = A_t + V_t, where t + 1 is the next token *of the
     mask*: masked positions (tool output, padding) pass value and accumulator through. V after the last token is 0.
@@ -139,7 +140,8 @@ def gae(
 
 
 def reinforce_plus_plus(rewards: Array, mask: Array, *, gamma: float | Array = 1.0) -> Advantages:
-    """The discounted reward to go over the mask, whitened over the batch (Hu et al. 2025, https://arxiv.org/abs/2501.03262).
+    """The discounted reward to go over the mask, whitened over the batch (Hu et al. 2025,
+    https://arxiv.org/abs/2501.03262).
 
     Args:
       rewards: float [B, R]
@@ -155,7 +157,8 @@ def reinforce_plus_plus(rewards: Array, mask: Array, *, gamma: float | Array = 1
 
 
 def remax(rewards: Array, mask: Array, reward_baselines: Array) -> Advantages:
-    """Reward to go − reward of the greedy response to the same prompt (Li et al. 2023, https://arxiv.org/abs/2310.10505).
+    """Reward to go − reward of the greedy response to the same prompt (Li et al. 2023,
+    https://arxiv.org/abs/2310.10505).
 
     Args:
       rewards: float [B, R]

@@ -1,8 +1,8 @@
 """Rollout correction: what to do about a sampler whose distribution is not quite the scorer's.
 
-With d = old − rollout log-probs, ρ = exp(clip(d, ±20)) weighs the loss of a token (or of all tokens of a row), truncated or
-set to 0 outside bounds; tokens or rows too far off are rejected from the loss mask. Nothing here carries a gradient.
-Truncated importance sampling: Ionides 2008; why the mismatch matters here: https://fengyao.notion.site/off-policy-rl
+With d = old − rollout log-probs, ρ = exp(clip(d, ±20)) weighs the loss of a token (or of all tokens of a row),
+truncated or set to 0 outside bounds; tokens or rows too far off are rejected from the loss mask. Nothing here carries
+a gradient. Why the mismatch matters: https://fengyao.notion.site/off-policy-rl
 """
 
 from __future__ import annotations
@@ -157,8 +157,8 @@ def importance_weights(
 def reject(log_ratio: Array, mask: Array, rules: dict[str, Bounds]) -> tuple[Array, Metrics]:
     """The mask less the tokens (`token_…`) and rows (`seq_…`) whose divergence is out of bounds.
 
-    With d = clip(old − rollout, ±20) a token's statistic is k1 = −d, k2 = d²/2 or k3 = exp(d) − 1 − d; a row's is the sum,
-    mean or maximum of it. Bounds of k1 are ratios, exp(k1).
+    With d = clip(old − rollout, ±20) a token's statistic is k1 = −d, k2 = d²/2 or k3 = exp(d) − 1 − d; a row's is the
+    sum, mean or maximum of it. Bounds of k1 are ratios, exp(k1).
 
     Args:
       log_ratio: float [B, R], old − rollout.
@@ -202,8 +202,8 @@ def rs_bounds(rollout_rs: str, threshold: float | str | None) -> dict[str, Bound
 
     Args:
       rollout_rs: kinds of RS_KINDS joined by commas.
-      threshold: one bound for all, or as many, joined by commas. For k1 a bound is "low_high", ratios, or a number, which
-        is the upper one of [1/number, number]; for k2 and k3 a number, in nats.
+      threshold: one bound for all, or as many, joined by commas. For k1 a bound is "low_high", ratios, or a number,
+        which is the upper one of [1/number, number]; for k2 and k3 a number, in nats.
 
     Raises:
       ValueError: an unknown kind, no threshold, or a wrong number or kind of them.
@@ -223,7 +223,8 @@ def rs_bounds(rollout_rs: str, threshold: float | str | None) -> dict[str, Bound
         raise ValueError(f"rollout_rs {rollout_rs!r} needs rollout_rs_threshold, which is None")
     texts = [text.strip() for text in str(threshold).split(",") if text.strip()]
     if len(texts) not in (1, len(kinds)):
-        raise ValueError(f"rollout_rs_threshold {threshold!r}: {len(texts)} bounds for {len(kinds)} kinds of rollout_rs")
+        found = f"{len(texts)} bounds for {len(kinds)} kinds of rollout_rs"
+        raise ValueError(f"rollout_rs_threshold {threshold!r}: {found}")
     texts = texts * len(kinds) if len(texts) == 1 else texts
     return {kind: _rs_bound(kind, text) for kind, text in zip(kinds, texts, strict=True)}
 

@@ -80,9 +80,10 @@ def rloo(rewards: Array, mask: Array, uid: Array) -> tuple[Array, Array]:
 
 
 def reinforce_plus_plus_baseline(rewards: Array, mask: Array, uid: Array) -> tuple[Array, Array]:
-    """s − mean_g on every token, whitened over all tokens of the batch (Hu et al. 2025, https://arxiv.org/abs/2501.03262).
+    """s − mean_g on every token, whitened over all tokens of the batch (Hu et al. 2025,
+    https://arxiv.org/abs/2501.03262).
 
-    A group with equal rewards enters the whitening as exactly 0 and leaves it at minus the batch's mean, like any token.
+    A group with equal rewards enters the whitening as exactly 0, and leaves it shifted by the batch's mean like all.
 
     Args:
       rewards: float [B, R]
@@ -100,7 +101,8 @@ def reinforce_plus_plus_baseline(rewards: Array, mask: Array, uid: Array) -> tup
 
 
 def opo(rewards: Array, mask: Array, uid: Array) -> tuple[Array, Array]:
-    """s − Σ_g length · s / Σ_g length: the length-weighted baseline (Hao et al. 2025, https://arxiv.org/abs/2505.23585).
+    """s − Σ_g length · s / Σ_g length: the length-weighted baseline (Hao et al. 2025,
+    https://arxiv.org/abs/2505.23585).
 
     Args:
       rewards: float [B, R]
@@ -118,7 +120,8 @@ def opo(rewards: Array, mask: Array, uid: Array) -> tuple[Array, Array]:
 
 
 def gpg(rewards: Array, mask: Array, uid: Array, *, f_norm: float = 1.0) -> tuple[Array, Array]:
-    """α (s − mean_g) / f_norm, α = rows / rows whose score is not 0 (Chu et al. 2025, https://arxiv.org/abs/2504.02546).
+    """α (s − mean_g) / f_norm, α = rows / rows whose score is not 0 (Chu et al. 2025,
+    https://arxiv.org/abs/2504.02546).
 
     α makes up for the rows that carry no signal.
 

@@ -116,8 +116,8 @@ def kl_penalty(log_probs: Array, ref_log_probs: Array, kind: str) -> Array:
     """A one-sample estimate of KL(π ‖ ref) at each token, from a token sampled from π. With d = log π − log ref:
 
     `k1` or `kl`: d. `abs`: |d|. `k2` or `mse`: d²/2. `k3` or `low_var_kl`: exp(−d) + d − 1, never negative, with d
-    clipped to ±20 and the result to ±10. A `+` behind a kind keeps its value and gives it the gradient of k2, which is in
-    expectation that of the reverse KL (straight-through). http://joschu.net/blog/kl-approx.html
+    clipped to ±20 and the result to ±10. A `+` behind a kind keeps its value and gives it the gradient of k2, which
+    is in expectation that of the reverse KL (straight-through). http://joschu.net/blog/kl-approx.html
 
     Args:
       log_probs, ref_log_probs: floating [...], nats.
@@ -177,7 +177,7 @@ KL_KINDS: dict[str, Callable[[Array], Array]] = {
 
 
 def _shift(logits: Array, temperature: float | Array) -> Array:
-    """(logits − their maximum) / T: the shift comes first, or the division would round away the digits of large logits."""
+    """(logits − their maximum) / T; in this order, or the division would round away the digits of large logits."""
     logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
     return (logits - jax.lax.stop_gradient(logits.max(-1, keepdims=True))) / temperature
 

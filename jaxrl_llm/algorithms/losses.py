@@ -114,8 +114,9 @@ def bypass_mode(
     rollout_is_threshold: float | str = 2.0,
     rollout_rs: str | None = None,
     rollout_rs_threshold: float | str | None = None,
+    rollout_is_weights: None = None,
 ) -> LossAndMetrics:
-    """For old log-probs that are the sampler's own: rejection and importance weights of new against old, at every update.
+    """For old log-probs that are the sampler's own: rejection and importance weights of new against old, every time.
 
     `ppo_clip`: `vanilla` on the tokens kept; its ratio is the importance weight. `reinforce`: −sg(ρ) A log π on them.
     Rejected tokens stay in the denominators, which are fixed before the mini-batch is split.
@@ -124,17 +125,21 @@ def bypass_mode(
       loss_type: `ppo_clip` or `reinforce`.
       clip_ratio_low, clip_ratio_high, clip_ratio_c: of `ppo_clip`.
       rollout_is, rollout_is_threshold: of `reinforce`; these and the next as in `correction.rollout_correction`.
+      rollout_is_weights: None, since the loss makes its own.
 
     Raises:
-      ValueError: the loss type is unknown.
+      ValueError: the loss type is unknown, or weights are given.
 
     >>> new, old, mask = jnp.array([[-1.0, -1.0]]), jnp.array([[-1.0, -9.0]]), jnp.ones((1, 2), bool)
-    >>> loss, metrics = bypass_mode(new, old, jnp.ones((1, 2)), mask, Norm.of(mask), rollout_rs="token_k2", rollout_rs_threshold=1)
+    >>> limits = {"rollout_rs": "token_k2", "rollout_rs_threshold": 1.0}
+    >>> loss, metrics = bypass_mode(new, old, jnp.ones((1, 2)), mask, Norm.of(mask), **limits)
     >>> float(loss), float(metrics["rollout_rs_masked_fraction"])
     (-0.5, 0.5)
     """
     if loss_type not in BYPASS_LOSSES:
         raise ValueError(f"bypass_mode loss_type {loss_type!r} is unknown; {nearest(loss_type, BYPASS_LOSSES)}")
+    if rollout_is_weights is not None:
+        raise ValueError("bypass_mode makes its own importance weights; rollout_is_weights must be None")
     correction = rollout_correction(
         log_probs,
         old_log_probs,
@@ -144,13 +149,14 @@ def bypass_mode(
         rollout_rs=rollout_rs,
         rollout_rs_threshold=rollout_rs_threshold,
     )
-    kept, common = correction.mask, {"aggregation": aggregation, "scale_factor": scale_factor}
+    kept = correction.mask
+    common: dict[str, Any] = {"aggregation": aggregation, "scale_factor": scale_factor}
     if loss_type == "ppo_clip":
-        clips = {"clip_ratio_low": clip_ratio_low, "clip_ratio_high": clip_ratio_high, "clip_ratio_c": clip_ratio_c}
-        loss, metrics = vanilla(log_probs, old_log_probs, advantages, kept, norm, **common, **clips)
+        common |= {"clip_ratio_low": clip_ratio_low, "clip_ratio_high": clip_ratio_high, "clip_ratio_c": clip_ratio_c}
+        loss, metrics = vanilla(log_probs, old_log_probs, advantages, kept, norm, **common)
     else:
-        weights = {"rollout_is_weights": correction.weights}
-        loss, metrics = gpg(log_probs, old_log_probs, advantages, kept, norm, **common, **weights)
+        common |= {"rollout_is_weights": correction.weights}
+        loss, metrics = gpg(log_probs, old_log_probs, advantages, kept, norm, **common)
     return loss, metrics | {"rollout_rs_masked_fraction": token_mean(~kept, mask, norm)}
 
 
@@ -165,7 +171,7 @@ def value_loss(
     aggregation: str = "token-mean",
     scale_factor: float | None = None,
 ) -> LossAndMetrics:
-    """½ · agg(max((v − R)², (clip(v, V − ε, V + ε) − R)²)): a step of the value beyond ε of the old value V has no effect.
+    """½ · agg(max((v − R)², (clip(v, V − ε, V + ε) − R)²)): a step of the value beyond ε of the old has no effect.
 
     Args:
       values: float [B, R], new, v.
@@ -178,8 +184,8 @@ def value_loss(
     Returns:
       A scalar, and the metrics `vf_clipfrac`, `vpred_mean`, normalized by `norm`.
 
-    >>> mask = jnp.ones((1, 1), bool)
-    >>> loss, metrics = value_loss(jnp.array([[3.0]]), jnp.array([[1.0]]), jnp.array([[4.0]]), mask, Norm.of(mask), clip=0.5)
+    >>> new, old, returns, mask = jnp.array([[3.0]]), jnp.array([[1.0]]), jnp.array([[4.0]]), jnp.ones((1, 1), bool)
+    >>> loss, metrics = value_loss(new, old, returns, mask, Norm.of(mask), clip=0.5)
     >>> float(loss), float(metrics["vf_clipfrac"])
     (3.125, 1.0)
     """
@@ -192,5 +198,6 @@ def value_loss(
 
 
 POLICY_LOSSES: dict[str, PolicyLoss] = {
-    fn.__name__: PolicyLoss.of(fn) for fn in (vanilla, gspo, geo_mean, sapo, cispo, gpg, dppo_tv, dppo_kl, dro, bypass_mode)
+    fn.__name__: PolicyLoss.of(fn)
+    for fn in (vanilla, gspo, geo_mean, sapo, cispo, gpg, dppo_tv, dppo_kl, dro, bypass_mode)
 } | {fn.__name__: PolicyLoss.of(fn, needs_whole_minibatch=True) for fn in (clip_cov, kl_cov)}

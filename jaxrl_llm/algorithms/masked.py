@@ -177,7 +177,8 @@ def group_stats(x: Array, uid: Array, valid: Array) -> GroupStats:
       uid: integer [B]
       valid: bool [B], or x's shape.
 
-    >>> stats = group_stats(jnp.array([1.0, 2.0, 3.0, 9.0]), jnp.array([5, 8, 5, 5]), jnp.array([True, True, True, False]))
+    >>> x, uid, valid = jnp.array([1.0, 2.0, 3.0, 9.0]), jnp.array([5, 8, 5, 5]), jnp.array([True, True, True, False])
+    >>> stats = group_stats(x, uid, valid)
     >>> stats.mean.tolist(), stats.count.tolist(), stats.flat.tolist()
     ([2.0, 2.0, 2.0, 2.0], [2.0, 1.0, 2.0, 2.0], [False, True, False, False])
     """

@@ -15,9 +15,9 @@ Metrics = dict[str, Array]
 def off_policy_metrics(old_log_probs: Array, rollout_log_probs: Array, mask: Array) -> Metrics:
     """Perplexities of both, and the divergence of the scorer's distribution from the sampler's.
 
-    With d = old − rollout: `kl` mean −d and `k3_kl` mean exp(d) − d − 1 (both estimate KL(rollout ‖ old)), `chi2_token` mean
-    exp(2d) − 1, `chi2_seq` the mean over rows of exp(2 Σ d) − 1. `training_ppl`, `rollout_ppl` and their logs are means
-    over rows of exp(−mean log-prob); `log_ppl_diff…` and `ppl_ratio` compare them row by row.
+    With d = old − rollout: `kl` mean −d and `k3_kl` mean exp(d) − d − 1 (both estimate KL(rollout ‖ old)),
+    `chi2_token` mean exp(2d) − 1, `chi2_seq` the mean over rows of exp(2 Σ d) − 1. `training_ppl`, `rollout_ppl` and
+    their logs are means over rows of exp(−mean log-prob); `log_ppl_diff…` and `ppl_ratio` compare them row by row.
 
     Args:
       old_log_probs, rollout_log_probs: float [B, R], nats.
@@ -39,17 +39,17 @@ def off_policy_metrics(old_log_probs: Array, rollout_log_probs: Array, mask: Arr
     token = jnp.clip(log_ratio, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
     row = jnp.clip(masked_sum(log_ratio, mask, axis=-1), -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
     metrics = {
-        "training_ppl": masked_mean(jnp.exp(training), valid),
+        "training_ppl": masked_mean(_exp(training), valid),
         "training_log_ppl": masked_mean(training, valid),
-        "rollout_ppl": masked_mean(jnp.exp(sampling), valid),
+        "rollout_ppl": masked_mean(_exp(sampling), valid),
         "rollout_log_ppl": masked_mean(sampling, valid),
         "kl": masked_mean(-log_ratio, mask),
-        "k3_kl": masked_mean(jnp.expm1(jnp.minimum(log_ratio, OVERFLOW_LIMIT)) - log_ratio, mask),
+        "k3_kl": masked_mean(_exp(log_ratio) - 1 - log_ratio, mask),
         "log_ppl_diff": masked_mean(difference, valid),
         "log_ppl_abs_diff": masked_mean(jnp.abs(difference), valid),
         "log_ppl_diff_max": masked_max(difference, valid),
         "log_ppl_diff_min": masked_min(difference, valid),
-        "ppl_ratio": masked_mean(jnp.exp(difference), valid),
+        "ppl_ratio": masked_mean(_exp(difference), valid),
         "chi2_token": masked_mean(jnp.expm1(2 * token), mask),
         "chi2_seq": masked_mean(jnp.expm1(2 * row), valid),
     }
@@ -112,3 +112,7 @@ def fractions(
         "seq_fraction_low": masked_mean((rows < lower).astype(x.dtype), valid),
     }
     return {f"rollout_corr/{name}_{key}": value for key, value in metrics.items()}
+
+
+def _exp(x: Array) -> Array:
+    return jnp.exp(jnp.minimum(x, OVERFLOW_LIMIT))

@@ -8,9 +8,9 @@ All have one calling convention (see `losses.PolicyLoss`) and these arguments:
   aggregation, scale_factor: as in `aggregate`. The default is what the loss's authors use.
   rollout_is_weights: float [B, R], multiplied to each token's loss; None means 1.
 
-They return a scalar and a dict of scalars: `pg_clipfrac` (tokens whose loss the clip changes), `pg_clipfrac_lower` (those the
-second bound changes), `ppo_kl` (mean old − new, of d where the loss is), each normalized by `norm`, so that parts of a mini-batch add up.
-Throughout d = clip(new − old, ±20), r = exp(d), and A is the advantage.
+They return a scalar and a dict of scalars: `pg_clipfrac` (tokens whose loss the clip changes), `pg_clipfrac_lower`
+(those the second bound changes), `ppo_kl` (mean old − new, of d where the loss is), each normalized by `norm`, so
+that parts of a mini-batch add up. Throughout d = clip(new − old, ±20), r = exp(d), and A is the advantage.
 """
 
 from __future__ import annotations
@@ -84,10 +84,11 @@ def gspo(
     clip_ratio_high: float = 4e-4,
     rollout_is_weights: Array | None = None,
 ) -> LossAndMetrics:
-    """GSPO-token (Zheng et al. 2025, https://arxiv.org/abs/2507.18071): one ratio a row, the geometric mean of its tokens'.
+    """GSPO-token (Zheng et al. 2025, https://arxiv.org/abs/2507.18071): one ratio a row, the geometric mean of its
+    tokens'.
 
-    r = exp(min(sg(mean_t(new − old)) + new − sg(new), 10)), clipped as in PPO; sg stops the gradient, so that each token's
-    gradient flows through its own log-prob.
+    r = exp(min(sg(mean_t(new − old)) + new − sg(new), 10)), clipped as in PPO; sg stops the gradient, so that each
+    token's gradient flows through its own log-prob.
 
     >>> new, old, mask = jnp.array([[-1.0, -1.0]]), jnp.array([[-1.0, -1.0]]), jnp.ones((1, 2), bool)
     >>> float(gspo(new, old, jnp.ones((1, 2)), mask, Norm.of(mask))[0])
@@ -116,8 +117,8 @@ def geo_mean(
     clip_ratio_high: float = 0.4,
     rollout_is_weights: Array | None = None,
 ) -> LossAndMetrics:
-    """GMPO (Zhao et al. 2025, https://arxiv.org/abs/2507.20673): −A r for a row, with r the geometric mean of token ratios
-    whose logarithms are clipped to [−low, high] on the side where they would gain, and A the mean advantage.
+    """GMPO (Zhao et al. 2025, https://arxiv.org/abs/2507.20673): −A r for a row, with r the geometric mean of token
+    ratios whose logarithms are clipped to [−low, high] on the side where they would gain, and A the mean advantage.
 
     The row's loss stands on each of its tokens; importance weights enter as their geometric mean.
 
@@ -159,7 +160,8 @@ def sapo(
     """SAPO (https://arxiv.org/abs/2511.20347): a soft gate in place of the clip, −A · (4/τ) · sigmoid(τ (r − 1)).
 
     Args:
-      tau_pos, tau_neg: τ > 0 where A > 0, and elsewhere: how fast the gradient fades as r leaves 1 (there it is that of r).
+      tau_pos, tau_neg: τ > 0 where A > 0, and elsewhere: how fast the gradient fades as r leaves 1 (there it is that
+        of r).
 
     >>> new, old, mask = jnp.array([[-1.0, -1.0]]), jnp.array([[-1.0, -1.0]]), jnp.ones((1, 2), bool)
     >>> float(sapo(new, old, jnp.ones((1, 2)), mask, Norm.of(mask))[0])
@@ -186,7 +188,8 @@ def cispo(
     clip_ratio_high: float = 0.2,
     rollout_is_weights: Array | None = None,
 ) -> LossAndMetrics:
-    """CISPO (MiniMax-M1, https://arxiv.org/abs/2506.13585): −sg(clip(r, 1 − low, 1 + high)) A log π. Every token keeps a gradient.
+    """CISPO (MiniMax-M1, https://arxiv.org/abs/2506.13585): −sg(clip(r, 1 − low, 1 + high)) A log π. Every token
+    keeps a gradient.
 
     >>> new, old, mask = jnp.array([[-1.0, -1.0]]), jnp.array([[-1.0, -1.0]]), jnp.ones((1, 2), bool)
     >>> float(cispo(new, old, jnp.ones((1, 2)), mask, Norm.of(mask))[0])
@@ -215,7 +218,8 @@ def gpg(
     scale_factor: float | None = None,
     rollout_is_weights: Array | None = None,
 ) -> LossAndMetrics:
-    """The plain policy gradient, −A log π (Chu et al. 2025, https://arxiv.org/abs/2504.02546). The old log-probs are only measured.
+    """The plain policy gradient, −A log π (Chu et al. 2025, https://arxiv.org/abs/2504.02546). The old log-probs are
+    only measured.
 
     >>> new, old, mask = jnp.array([[-1.0, -2.0]]), jnp.array([[-1.0, -2.0]]), jnp.ones((1, 2), bool)
     >>> float(gpg(new, old, jnp.ones((1, 2)), mask, Norm.of(mask))[0])
@@ -241,8 +245,8 @@ def dppo_tv(
     clip_ratio_c: float = 20.0,
     rollout_is_weights: Array | None = None,
 ) -> LossAndMetrics:
-    """DPPO-Binary-TV (https://arxiv.org/abs/2602.04879): −sg(min(r, c)) A log π, and 0 where the *probability* has already moved
-    too far the way the advantage pushes it: π − π_old > high where A > 0, < −low elsewhere.
+    """DPPO-Binary-TV (https://arxiv.org/abs/2602.04879): −sg(min(r, c)) A log π, and 0 where the *probability* has
+    already moved too far the way the advantage pushes it: π − π_old > high where A > 0, < −low elsewhere.
 
     Args:
       clip_ratio_low, clip_ratio_high: bounds of the change of probability.
@@ -273,8 +277,8 @@ def dppo_kl(
     clip_ratio_c: float = 20.0,
     rollout_is_weights: Array | None = None,
 ) -> LossAndMetrics:
-    """DPPO-Binary-KL (https://arxiv.org/abs/2602.04879): as `dppo_tv`, too far being KL(old ‖ new) of "this token or another",
-    π_old log(π_old / π) + (1 − π_old) log((1 − π_old) / (1 − π)), above the bound.
+    """DPPO-Binary-KL (https://arxiv.org/abs/2602.04879): as `dppo_tv`, too far being KL(old ‖ new) of "this token or
+    another", π_old log(π_old / π) + (1 − π_old) log((1 − π_old) / (1 − π)), above the bound.
 
     Args:
       clip_ratio_low, clip_ratio_high: bounds in nats where the probability falls and rises.
@@ -304,7 +308,8 @@ def dro(
     dro_beta: float = 0.3,
     rollout_is_weights: Array | None = None,
 ) -> LossAndMetrics:
-    """DRO (Richemond et al. 2024, https://arxiv.org/abs/2405.19107): −A log π + (β/2) (new − old)², a pull in place of a clip.
+    """DRO (Richemond et al. 2024, https://arxiv.org/abs/2405.19107): −A log π + (β/2) (new − old)², a pull in place
+    of a clip.
 
     Args:
       dro_beta: β ≥ 0.

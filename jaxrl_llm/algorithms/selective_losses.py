@@ -1,7 +1,7 @@
 """Policy losses that select tokens over a whole mini-batch, which therefore cannot be split into micro-batches.
 
-Calling convention, arguments and metrics as in `policy_losses`, but for the log-ratio: as in its authors' code it is not
-clipped to ±20, only kept from overflowing.
+Calling convention, arguments and metrics as in `policy_losses`, but for the log-ratio: as in its authors' code it is
+not clipped to ±20, only kept from overflowing.
 """
 
 from __future__ import annotations
@@ -34,8 +34,9 @@ def clip_cov(
     clip_cov_ub: float = 5.0,
     rollout_is_weights: Array | None = None,
 ) -> LossAndMetrics:
-    """Clip-Cov (Cui et al. 2025, https://arxiv.org/abs/2505.22617): PPO's clipped loss, without a few tokens drawn from those
-    whose covariance (A − mean A)(log π − mean log π) lies strictly between bounds, and which drive the entropy down.
+    """Clip-Cov (Cui et al. 2025, https://arxiv.org/abs/2505.22617): PPO's clipped loss, without a few tokens drawn
+    from those whose covariance (A − mean A)(log π − mean log π) lies strictly between bounds, and which drive the
+    entropy down.
 
     Args:
       key: PRNG key; consumed.
@@ -76,8 +77,8 @@ def kl_cov(
     ppo_kl_coef: float = 1.0,
     rollout_is_weights: Array | None = None,
 ) -> LossAndMetrics:
-    """KL-Cov (Cui et al. 2025, https://arxiv.org/abs/2505.22617): −A r, with + coef · |new − old| on the tokens of the highest
-    covariance (A − mean A)(log π − mean log π).
+    """KL-Cov (Cui et al. 2025, https://arxiv.org/abs/2505.22617): −A r, with + coef · |new − old| on the tokens of
+    the highest covariance (A − mean A)(log π − mean log π).
 
     Args:
       kl_cov_ratio: tokens penalized, as a fraction of all; at least one, unless it is 0.

@@ -24,7 +24,7 @@ def optimal_token_baseline(
     handle_zero_tail: bool = True,
     epsilon: float = 1e-8,
 ) -> tuple[Array, Array]:
-    """A_t = G_t − B_t, with G_t the reward to go and B_t = Σ_g G_t W_t / (Σ_g W_t + ε) over the group's rows at token t.
+    """A_t = G_t − B_t: G_t is the reward to go, B_t = Σ_g G_t W_t / (Σ_g W_t + ε) over the group's rows at token t.
 
     W_t = Σ_{j ≤ t} (1 − 2 π_j + Σ_v π_j(v)²) ρ_j² is the accumulated squared norm of the score function, which makes
     B_t the baseline of least variance. Positions are those of the frame: see `tir_optimal_token_baseline` for responses
@@ -64,8 +64,8 @@ def tir_optimal_token_baseline(
     handle_zero_tail: bool = True,
     epsilon: float = 1e-8,
 ) -> tuple[Array, Array]:
-    """`optimal_token_baseline` with the k-th token of the mask of one row compared to the k-th of the others, whatever tool
-    output stands between (tool-integrated reasoning). Arguments and results as there.
+    """`optimal_token_baseline` with the k-th token of the mask of one row compared to the k-th of the others,
+    whatever tool output stands between (tool-integrated reasoning). Arguments and results as there.
 
     >>> rewards, mask = jnp.array([[0.0, 1.0], [0.0, 0.0]]), jnp.array([[False, True], [True, False]])
     >>> half = jnp.full((2, 2), 0.5)
@@ -78,14 +78,12 @@ def tir_optimal_token_baseline(
     mask = mask.astype(bool)
     # A stable sort moves the tokens of the mask to the front; its inverse brings the advantages back.
     order = jnp.argsort(~mask, axis=-1, stable=True)
-    front = [jnp.take_along_axis(x, order, axis=-1) for x in (returns, weights, mask)]
-    advantages = _advantages(*front, uid, handle_zero_tail, epsilon)
+    front, front_weights, front_mask = (jnp.take_along_axis(x, order, axis=-1) for x in (returns, weights, mask))
+    advantages = _advantages(front, front_weights, front_mask, uid, handle_zero_tail, epsilon)
     return jnp.take_along_axis(advantages, jnp.argsort(order, axis=-1, stable=True), axis=-1), returns
 
 
-def _path_weights(
-    mask: Array, old_log_probs: Array, sum_pi_squared: Array, rollout_is_weights: Array | None
-) -> Array:
+def _path_weights(mask: Array, old_log_probs: Array, sum_pi_squared: Array, rollout_is_weights: Array | None) -> Array:
     """W_t, [B, R]; 0 outside the mask."""
     pi, squared = zero_outside(mask, jnp.exp(zero_outside(mask, old_log_probs)[0]), sum_pi_squared)
     weights = zero_outside(mask, 1 - 2 * pi + squared)[0]

@@ -104,7 +104,8 @@ def attend_blocks(
     """
     width, n = blocks
     lines = q.shape[0]
-    prompt, rest = (tuple(x[:, part] for x in (q, k, v, positions, mask)) for part in (slice(width), slice(width, None)))
+    tokens = (q, k, v, positions, mask)
+    prompt, rest = tuple(x[:, :width] for x in tokens), tuple(x[:, width:] for x in tokens)
     own = tuple(x.reshape(lines * n, -1, *x.shape[2:]) for x in rest)
 
     def within(q: Array, k: Array, v: Array, where: Array, real: Array) -> tuple[Array, Array]:
@@ -126,7 +127,8 @@ def attend_cached(
     scale: float,
     window: Array | None = None,
 ) -> Array:
-    """Attention of new tokens [B, T] over their row's prompt, shared by B/G consecutive rows, and their row's own slots.
+    """Attention of new tokens [B, T] over their row's prompt, shared by B/G consecutive rows, and their row's own
+    slots.
 
     Args:
       prompt: k, v [G, P, KV, D] and the number of filled slots, int32 [G].

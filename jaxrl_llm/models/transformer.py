@@ -1,7 +1,7 @@
 """The one transformer: what it declares, how it computes, and its heads. Families (families.py) are tables of settings.
 
-Parameters are nested dicts with the layers stacked on a leading axis; `layers` may also be a tuple of one dict per layer
-(`unstack_layers`), which the forward pass then unrolls.
+Parameters are nested dicts with the layers stacked on a leading axis; `layers` may also be a tuple of one dict per
+layer (`unstack_layers`), which the forward pass then unrolls.
 """
 
 from __future__ import annotations

@@ -38,8 +38,8 @@ def jax_reward(**record_arrays: Any) -> Callable[[F], F]:
     """Marks a reward over arrays: `f(responses [B, R], mask [B, R], record_arrays) -> [B] or [B, R]`.
 
     Args:
-      record_arrays: name -> what of each record stands under it in `record_arrays`: a key that holds a number (or an array
-        of one shape), or a function of the record.
+      record_arrays: name -> what of each record stands under it in `record_arrays`: a key that holds a number (or an
+        array of one shape), or a function of the record.
 
     >>> @jax_reward(answer=lambda record: int(record["answer"]))
     ... def first_token_is_the_answer(responses, mask, record_arrays):

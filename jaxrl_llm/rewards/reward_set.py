@@ -17,7 +17,7 @@ from jaxrl_llm.rewards.registry import resolve
 class Scores:
     """What the reward functions say of B rows."""
 
-    scores: np.ndarray  # float32 [B, K], not weighted; 0 where a function does not apply or has failed
+    scores: np.ndarray  # float32 [B, K], not weighted; 0 where a function does not apply or has failed, see `score`
     valid: np.ndarray  # bool [B], False where a function failed or none applies
     extras: list[dict[str, Any]]  # B, {"function/key": value}
     failures: list[str]  # why, the first failure first: a traceback, or what was wrong with the value
@@ -94,6 +94,8 @@ class RewardSet:
     def score(self, prompts: Sequence[str], responses: Sequence[str], records: Sequence[Record]) -> Scores:
         """Scores B rows; a row that fails does so alone.
 
+        The columns of JAX functions are left to the steps: NaN marks the rows that such a function does not apply to.
+
         Raises:
           UserError: a function returned something that is no score, or a wrong number of them.
         """
@@ -105,7 +107,11 @@ class RewardSet:
         for column, reward in enumerate(self.rewards):
             own = [row for row in range(rows) if reward.applies_to(records[row])]
             applied[own] = True
-            if reward.form == "jax" or not own:
+            if reward.form == "jax":
+                scores[:, column] = np.nan
+                scores[own, column] = 0
+                continue
+            if not own:
                 continue
             results = call(
                 reward.function,

@@ -1,4 +1,5 @@
-"""The losses of actor and critic over rows, for `make_update`: a forward pass, then functions of `algorithms.losses`."""
+"""The losses of actor and critic over rows, for `make_update`: a forward pass, then functions of
+`algorithms.losses`."""
 
 from __future__ import annotations
 

@@ -237,7 +237,8 @@ def _values(config: Config, layout: Layout, critic: Model, params: Params, batch
 
 
 def _micro_batches(rows: int, n: int, rows_per_device: int, layout: Layout) -> tuple[int, int]:
-    """Micro-batches that `rows` make at `rows_per_device` at a time (0: all at once), and the responses that share a prompt.
+    """Micro-batches that `rows` make at `rows_per_device` at a time (0: all at once), and the responses that share a
+    prompt.
 
     Those are all n, or as many as let every device have whole groups.
     """

@@ -24,8 +24,9 @@ def write_scores(
     """Writes `scores`, `row_valid` and `token_level_scores`.
 
     Args:
-      scores: float32 [B, K], one column per reward function; those of `jax_rewards` are filled in here.
-      row_valid: bool [B], False where a reward failed.
+      scores: float32 [B, K], one column per reward function; those of `jax_rewards` are filled in here, but for rows
+        with NaN, which the function does not score.
+      row_valid: bool [B], False where a reward failed; so has one of `jax_rewards` where its score is not finite.
       weights: K factors of the columns.
       jax_rewards: column -> function.
 
@@ -38,14 +39,14 @@ def write_scores(
     row_valid = row_valid & jnp.repeat(batch.prompt_valid, batch.n)
     last = jnp.where(batch.response_mask, jnp.arange(width)[None, :], -1).max(1)
     on_last = jnp.arange(width)[None, :] == last[:, None]
+    given = [scores[:, k].astype(jnp.float32) for k in range(len(weights))]
+    for k, reward_fn in (jax_rewards or {}).items():
+        given[k] = _call(reward_fn, batch, ~jnp.isnan(given[k]))
+        row_valid &= jnp.isfinite(given[k]).reshape(rows, -1).all(1)
     columns, token_level = [], jnp.zeros((rows, width), jnp.float32)
-    arrays = batch.regroup(1)
-    for k, weight in enumerate(weights):
-        column = scores[:, k].astype(jnp.float32)
-        if jax_rewards and k in jax_rewards:
-            column = jax_rewards[k](arrays.responses, batch.response_mask, arrays.record_arrays).astype(jnp.float32)
+    for weight, column in zip(weights, given, strict=True):
         if column.ndim == 2:
-            tokens = jnp.where(batch.response_mask & row_valid[:, None], column, 0)
+            tokens = jnp.where(row_valid[:, None], column, 0)
             column = tokens.sum(1)
         else:
             column = jnp.where(row_valid, column, 0)
@@ -53,3 +54,10 @@ def write_scores(
         columns.append(column)
         token_level = token_level + weight * tokens
     return batch.write("reward", scores=jnp.stack(columns, 1), row_valid=row_valid, token_level_scores=token_level)
+
+
+def _call(reward_fn: JaxReward, batch: Batch, applies: Array) -> Array:
+    """The function's scores, float32 [B] or [B, R]; 0 on rows that it does not apply to, and outside the mask."""
+    rows = batch.regroup(1)
+    found = reward_fn(rows.responses, rows.response_mask, rows.record_arrays).astype(jnp.float32)
+    return jnp.where(applies if found.ndim == 1 else rows.response_mask & applies[:, None], found, 0)

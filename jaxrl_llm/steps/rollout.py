@@ -49,7 +49,8 @@ def append(model: Model, params: Params, cache: KVCache, tokens: Array, mask: Ar
 def decode(
     model: Model, params: Params, cache: KVCache, state: DecodeState, *, sampling: Sampling, stops: StopRules
 ) -> tuple[KVCache, DecodeState]:
-    """Samples until each row has stopped or has its `max_new_tokens`. Afterwards the cache holds every token, the last one too."""
+    """Samples until each row has stopped or has its `max_new_tokens`. Afterwards the cache holds every token, the
+    last one too."""
     stop_ids = jnp.where(stops.ids < 0, model.vocab_size, stops.ids)
     is_stop = jnp.zeros(model.vocab_size, bool).at[stop_ids].set(True, mode="drop")
     matched = stops.strings.shape[0] - 1

@@ -1,4 +1,5 @@
-"""One token per row from logits: filters, an exact draw with a single uniform number, and the log-prob of what was drawn."""
+"""One token per row from logits: filters, an exact draw with a single uniform number, and the log-prob of what was
+drawn."""
 
 from __future__ import annotations
 

@@ -46,7 +46,8 @@ def score_tokens(
     with_entropy: bool = True,
     with_sum_pi_squared: bool = False,
 ) -> TokenStats:
-    """Log-probs, entropies (nats) and Σπ² of the response tokens under softmax(logits / temperature); 0 outside the mask.
+    """Log-probs, entropies (nats) and Σπ² of the response tokens under softmax(logits / temperature); 0 outside the
+    mask.
 
     Logits exist for `chunk_tokens` tokens at a time (rows × positions; at least one position of every row).
     """

@@ -1,7 +1,7 @@
 """The optimizer update: one program for actor, critic and whatever else has a loss over rows.
 
-A mini-batch's loss is a sum over its rows divided by denominators of the whole mini-batch (`Norm`), fixed before the rows
-are split. Micro-batches, accumulation and shards therefore add up to one and the same gradient.
+A mini-batch's loss is a sum over its rows divided by denominators of the whole mini-batch (`Norm`), fixed before the
+rows are split. Micro-batches, accumulation and shards therefore add up to one and the same gradient.
 """
 
 from __future__ import annotations
@@ -123,7 +123,8 @@ def _neutral(name: str, like: jax.ShapeDtypeStruct) -> Array:
 
 
 def mini_batches(key: Array, *, prompts: int, size: int, epochs: int, shuffle: bool) -> Array:
-    """int32 [epochs · prompts / size, size]: the prompts of each mini-batch in order, every epoch in an order of its own."""
+    """int32 [epochs · prompts / size, size]: the prompts of each mini-batch in order, every epoch in an order of its
+    own."""
     order = jnp.arange(prompts, dtype=jnp.int32)
     epoch_keys = jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(epochs))
     orders = jax.vmap(lambda k: jax.random.permutation(k, order) if shuffle else order)(epoch_keys)

@@ -114,10 +114,8 @@ def policy_loss(case: Case, inputs: Arrays) -> dict[str, Any]:
     counted, corrected = mask, {}
     if name == "bypass_mode":
         options |= {key: settings[key] for key in ("rollout_is", "rollout_rs")}
-        names = ("rollout_is", "rollout_is_threshold", "rollout_is_batch_normalize", "rollout_rs", "rollout_rs_threshold")
-        found = rollout_correction(
-            inputs["log_prob"], inputs["old_log_prob"], mask, **{key: settings[key] for key in names}
-        )
+        corrections = {key: value for key, value in settings.items() if key.startswith(("rollout_is", "rollout_rs"))}
+        found = rollout_correction(inputs["log_prob"], inputs["old_log_prob"], mask, **corrections)
         counted, corrected = found.mask, found.metrics
     norm = norm_of(kwargs, counted)
     if name == "geo_mean":

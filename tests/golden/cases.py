@@ -34,7 +34,7 @@ class Case:
     scalar_names: list[str] = field(default_factory=list)
 
     @property
-    def tolerance(self) -> dict[str, float]:
+    def tolerance(self) -> dict[str, Any]:
         """Statistics that were computed in float32 agree to float32's tolerance."""
         return TOLERANCES["float32" if "in float32" in self.quirk else self.dtype]
 
@@ -94,7 +94,9 @@ def compute(case: Case, adapter: Adapter) -> Outputs:
     """What jaxrl_llm answers, in the case's dtype."""
     with jax.enable_x64(case.dtype == "float64"):
         found = adapter(case, {name: _cast(name, value, case.dtype) for name, value in case.inputs.items()})
-        return {name: _scalars(case, value) if name == "scalars" else np.asarray(value) for name, value in found.items()}
+        return {
+            name: _scalars(case, value) if name == "scalars" else np.asarray(value) for name, value in found.items()
+        }
 
 
 def difference(
@@ -132,7 +134,8 @@ def difference(
 
 
 def _same_variance(case: Case, actual: np.ndarray, expected: np.ndarray) -> np.ndarray:
-    """Standard deviations are compared as variances: theirs are differences of squares, whose rounding the root blows up."""
+    """Standard deviations are compared as variances: theirs are differences of squares, whose rounding the root blows
+    up."""
     deviations = np.array([label.endswith("std") for label in case.scalar_names])
     return deviations & np.isclose(np.square(actual), np.square(expected), **case.tolerance)
 

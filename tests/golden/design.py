@@ -1,6 +1,7 @@
 """Where this project answers otherwise on purpose: recognized from a case's `quirk` and inputs, never from its name.
 
-A rule looks at a case and says what of it is not compared, and checks our own rule there. What no rule excuses is compared.
+A rule looks at a case and says what of it is not compared, and checks our own rule there. What no rule excuses is
+compared.
 """
 
 from __future__ import annotations
@@ -71,7 +72,7 @@ def _excuses(case: Case, adapter: Adapter, found: Outputs) -> Iterator[Excuse]:
 def _instead_of_raising(case: Case, adapter: Adapter) -> Iterator[Excuse]:
     """Where they refuse values that a jitted function cannot refuse, and that mean "nothing to learn from"."""
     if case.fn == "grpo_passk" and (lonely := _group_size(case) == 1).any():
-        reward = _mask(case).any(-1) & ~lonely
+        reward = _valid(case) & ~lonely
         yield Excuse("a group of one gives 0", check=_all_of(_zero(lonely), _same_without(case, adapter, reward)))
     if case.fn in ("gae", "reinforce_plus_plus") and _mask(case).sum() < 2:
         yield Excuse("whitening fewer than two tokens gives 0", check=_zero(np.ones(len(_mask(case)), bool)))
@@ -94,13 +95,13 @@ def _outside_the_mask(case: Case, adapter: Adapter) -> Iterator[Excuse]:
 
 
 def _group_rows(case: Case, adapter: Adapter) -> Iterator[Excuse]:
-    """Rows without tokens are in no statistic, rewards outside the mask count for nothing, a group of one and a group of
-    equal rewards give exactly 0."""
+    """Rows without tokens are in no statistic, rewards outside the mask count for nothing, a group of one and a group
+    of equal rewards give exactly 0."""
     name = case.fn.removesuffix("_vectorized")
     if name not in ESTIMATORS or not ESTIMATORS[name].group:
         return
     mask, size = _mask(case), _group_size(case)
-    valid = mask.any(-1)
+    valid = _valid(case)
     lonely, flat = valid & (size < 2), _flat_groups(case)
     leaking = np.zeros(len(mask), bool)
     if "rewards" in case.inputs and "baseline" not in name.replace("plus_baseline", ""):
@@ -128,7 +129,7 @@ def _group_rows(case: Case, adapter: Adapter) -> Iterator[Excuse]:
 
 def _empty_rows_in_metrics(case: Case, adapter: Adapter) -> Iterator[Excuse]:
     """Means over rows are over the rows that have tokens."""
-    if "mask" not in case.inputs or (valid := _mask(case).any(-1)).all() or "scalars" not in case.outputs:
+    if "mask" not in case.inputs or (valid := _valid(case)).all() or "scalars" not in case.outputs:
         return
     if case.fn not in ("rollout_correction", "apply_kl_penalty", "policy_loss"):
         return
@@ -155,8 +156,8 @@ def _empty_denominator(case: Case, adapter: Adapter) -> Iterator[Excuse]:
 
 
 def _rounded_logits(case: Case, adapter: Adapter) -> Iterator[Excuse]:
-    """In float32 they divide large logits by the temperature, and take the entropy as logsumexp(x) − Σ π x: both lose digits
-    that ours, which subtracts the maximum first, keeps."""
+    """In float32 they divide large logits by the temperature, and take the entropy as logsumexp(x) − Σ π x: both lose
+    digits that ours, which subtracts the maximum first, keeps."""
     if case.fn not in ("entropy_logprob", "entropy_loss") or case.dtype != "float32":
         return
     largest = np.abs(case.inputs["logits"]).max() / case.kwargs.get("temperature", 1.0)
@@ -200,9 +201,14 @@ def _mask(case: Case) -> np.ndarray:
     return case.inputs["mask"] > 0
 
 
+def _valid(case: Case) -> np.ndarray:
+    """Rows with any token."""
+    return np.asarray(_mask(case).any(-1))
+
+
 def _group_size(case: Case) -> np.ndarray:
     """Rows with tokens in each row's group."""
-    index, valid = case.inputs["index"], _mask(case).any(-1)
+    index, valid = case.inputs["index"], _valid(case)
     return (valid[None, :] & (index[:, None] == index[None, :])).sum(-1)
 
 
@@ -220,7 +226,7 @@ def _scores(case: Case) -> np.ndarray:
 
 def _flat_groups(case: Case) -> np.ndarray:
     """Rows with tokens whose siblings' scores all equal theirs."""
-    valid, scores = _mask(case).any(-1), _scores(case)
+    valid, scores = _valid(case), _scores(case)
     same = (scores[:, None, :] == scores[None, :, :]).all(-1)
     siblings = case.inputs["index"][:, None] == case.inputs["index"][None, :]
     return valid & (same | ~siblings | ~valid[None, :]).all(-1)
@@ -228,7 +234,7 @@ def _flat_groups(case: Case) -> np.ndarray:
 
 def _rounds_differently(case: Case) -> np.ndarray:
     """Rows of groups whose mean, in float32 or in the case's dtype, is not quite every score."""
-    index, valid = case.inputs["index"], _mask(case).any(-1)
+    index, valid = case.inputs["index"], _valid(case)
     out = np.zeros(len(index), bool)
     for group in np.unique(index):
         rows = valid & (index == group)

@@ -1,0 +1,371 @@
+"""Where arrays lie: rules, batches in parts, and on eight devices what one gives, at an eighth of its work."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import pickle
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.sharding import AbstractMesh, AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxrl_llm.config import check_devices
+from jaxrl_llm.errors import UserError
+from jaxrl_llm.sharding import AXES, BATCH_AXES, Layout, make_mesh
+from jaxrl_llm.steps.optimizer import make_optimizer
+from jaxrl_llm.types import Batch
+from tests import tiny
+from tests.on_devices import FLAGS, MESHES, STEPS
+
+ROOT = Path(__file__).parents[1]
+
+
+# What eight devices found
+
+
+@pytest.fixture(scope="module")
+def result(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], Any]]:
+    """result(job): what tests/on_devices.py found. The jobs run beside each other, each in a process of its own."""
+    folder, found, running = tmp_path_factory.mktemp("devices"), {}, {}
+    for job in ("replay", "train", "sample"):
+        own = {"XLA_FLAGS": FLAGS, "JAX_PLATFORMS": "cpu", "JAX_ENABLE_X64": str(job == "sample")}
+        command = [sys.executable, "-W", "error", "-m", "tests.on_devices", job, str(folder / job)]
+        with (folder / f"{job}.log").open("w") as log:
+            running[job] = subprocess.Popen(command, cwd=ROOT, env=os.environ | own, stdout=log, stderr=log)
+
+    def wait(job: str) -> Any:
+        if job not in found:
+            code, log = running[job].wait(), (folder / f"{job}.log").read_text()
+            assert code == 0, log
+            found[job] = pickle.loads((folder / job).read_bytes())
+        return found[job]
+
+    yield wait
+    for process in running.values():
+        process.kill()
+        process.wait()
+
+
+def assert_close(found: Any, expected: Any) -> None:
+    """Every leaf within 1e-4, absolute or relative."""
+    leaves = jax.tree.flatten_with_path(expected)[0]
+    assert jax.tree.structure(found) == jax.tree.structure(expected)
+    for (path, b), a in zip(leaves, jax.tree.leaves(found), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4, err_msg=jax.tree_util.keystr(path))
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("case", ["grpo", "ppo"])
+def test_the_recorded_tokens_of_a_run_give_the_same_run(result: Callable[[str], Any], case: str, mesh: str) -> None:
+    runs = result("replay")[case]
+    for found, expected in zip(runs[mesh]["after"], runs["single"]["after"], strict=True):
+        (state, metrics, batch), (single_state, single_metrics, single_batch) = found, expected
+        np.testing.assert_array_equal(batch.responses, single_batch.responses)
+        assert_close(metrics, single_metrics)
+        assert_close(batch, single_batch)
+        assert_close(state, single_state)
+
+
+@pytest.mark.parametrize("case", ["grpo", "ppo"])
+def test_the_run_that_is_replayed_does_something(result: Callable[[str], Any], case: str) -> None:
+    """Parameters move by much more than the tolerance, rows differ in length, every part of the loss is there."""
+    after = result("replay")[case]["single"]["after"]
+    assert len(after) == STEPS
+    (first, _, _), (last, metrics, _) = after[0], after[-1]
+    roles = [(first.actor, last.actor)] + ([(first.critic, last.critic)] if case == "ppo" else [])
+    for before, now in roles:
+        for a, b in zip(jax.tree.leaves(before.params), jax.tree.leaves(now.params), strict=True):
+            assert np.abs(a - b).max() > 1e-3
+    assert 0 < metrics["critic/score/mean"] < 1 and metrics["actor/grad_norm"] > 0.01
+    assert metrics["actor/ppo_kl"] != 0
+    if case == "grpo":
+        assert metrics["actor/kl_loss"] > 1e-4
+    else:
+        assert metrics["actor/reward_kl_penalty"] != 0 and metrics["critic/vf_loss"] > 0
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_in_float64_every_mesh_samples_the_same_tokens(result: Callable[[str], Any], mesh: str) -> None:
+    batch, single = result("sample")[mesh], result("sample")["single"]
+    assert single.rollout_log_probs.dtype == np.float64
+    assert len(set(single.response_length.tolist())) > 3
+    for name in ("responses", "response_mask", "response_length", "finish_reason", "uid"):
+        np.testing.assert_array_equal(getattr(batch, name), getattr(single, name), err_msg=name)
+    np.testing.assert_allclose(batch.rollout_log_probs, single.rollout_log_probs, atol=1e-12)
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_a_device_does_its_share_of_the_work(result: Callable[[str], Any], mesh: str) -> None:
+    """Scoring and updates, in micro-batches: an eighth, but for the optimizer's work on parameters that are whole."""
+    runs = result("replay")["ppo"]
+    assert runs[mesh]["flops"] < 1.6 / 8 * runs["single"]["flops"]
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("case", ["grpo", "ppo"])
+def test_activations_stay_where_their_rows_are(result: Callable[[str], Any], case: str, mesh: str) -> None:
+    assert large(result("replay")[case][mesh]["gathers"]) == {}
+
+
+def large(gathers: dict[str, int]) -> dict[str, int]:
+    return gathers
+
+
+# The trainer's compiled phases
+
+
+def test_a_phase_does_its_share_of_the_work(result: Callable[[str], Any]) -> None:
+    found = result("train")
+    assert found["phases"].keys() == found["single"].keys()
+    assert {"gen", "old_log_prob", "ref", "values", "adv", "update_critic", "update_actor"} == found["single"].keys()
+    ratios = {name: 8 * found["phases"][name]["flops"] / found["single"][name]["flops"] for name in found["single"]}
+    # Advantages are a few numbers per token, part of them global.
+    assert ratios.pop("adv") < 8
+    assert max(ratios.values()) < 1.6, ratios
+
+
+def test_the_state_stays_as_declared(result: Callable[[str], Any]) -> None:
+    found = result("train")
+    assert found["state"] == found["declared"]
+    for role in ("actor", "critic"):
+        own = {path: shapes for path, shapes in found["state"].items() if path.startswith(role)}
+        moments = {path: shapes for path, shapes in own.items() if {"mu", "nu"} & set(path.split("."))}
+        assert len(moments) == 2 * sum(path.startswith(f"{role}.params") for path in own)
+        for path, (shape, part) in moments.items():
+            cut = 1 if "norm" in path or "value_head" in path else 4  # fsdp and tensor are 2 each
+            assert np.prod(shape) == cut * np.prod(part), path
+
+
+def test_evidence_is_spread_over_data_and_fsdp(result: Callable[[str], Any]) -> None:
+    batch = result("train")["batch"]
+    assert {"advantages", "returns", "loss_mask", "values", "ref_log_prob", "scores", "prompts"} <= batch.keys()
+    for name, (shape, part) in batch.items():
+        assert (shape[0] // 4, *shape[1:]) == part, name
+
+
+def test_updates_take_over_the_buffers_of_the_state_before(result: Callable[[str], Any]) -> None:
+    assert all(result("train")["donated"]) and not any(result("train")["kept"])
+
+
+def test_the_trainer_runs_on_eight_devices(result: Callable[[str], Any]) -> None:
+    first, last = result("train")["metrics"]
+    assert first["actor/grad_norm"] > 0 and last["critic/grad_norm"] > 0
+    assert any(name.startswith("val-core/") for name in last)
+
+
+# The mesh
+
+
+def abstract_layout(**sizes: int) -> Layout:
+    """A layout that is only asked for shardings, on devices that are not there."""
+    mesh: Any = AbstractMesh(tuple(sizes.get(axis, 1) for axis in AXES), AXES, axis_types=(AxisType.Auto,) * len(AXES))
+    return Layout(mesh)
+
+
+def test_a_mesh_has_named_axes_that_the_compiler_fills() -> None:
+    mesh = make_mesh(data=1, fsdp=1, tensor=1)
+    assert mesh.axis_names == AXES and mesh.size == 1
+    assert set(mesh.axis_types) == {AxisType.Auto}
+
+
+@pytest.mark.parametrize("sizes", [(2, 1, 1), (1, 1, 0), (-1, 1, 1), (-1, -1, 1)])
+def test_a_mesh_takes_all_devices_and_no_more(sizes: tuple[int, int, int]) -> None:
+    with pytest.raises(ValueError, match="data=.* is not one of 1 device"):
+        make_mesh(**dict(zip(AXES, sizes, strict=True)))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "devices", "expected"),
+    [
+        ({}, 4, {"data": 4, "fsdp": 1, "tensor": 1}),
+        ({"mesh__data": 1, "mesh__tensor": -1}, 8, {"data": 1, "fsdp": 1, "tensor": 8}),
+        ({"mesh__fsdp": 3}, 8, "config.mesh.fsdp = 3, .* must multiply to the number of devices, 8"),
+        ({"mesh__data": 2}, 8, "config.mesh.data = 2, .* must multiply to the number of devices, 8"),
+        ({}, 8, "config.data.train_batch_size: .* must be a multiple of 8, found 4"),
+        ({"data__eval": ("held out",), "eval__batch_size": 6}, 4, "config.eval.batch_size: .* multiple of 4, found 6"),
+        ({"eval__batch_size": 6}, 4, {"data": 4, "fsdp": 1, "tensor": 1}),  # nothing is evaluated
+        ({"data__eval": ("held out",), "eval__batch_size": 6, "mesh__data": 2, "mesh__tensor": 2}, 4,
+         {"data": 2, "fsdp": 1, "tensor": 2}),
+    ],
+)  # fmt: skip
+def test_what_a_config_asks_of_its_devices(overrides: dict[str, Any], devices: int, expected: Any) -> None:
+    config = tiny.config(**overrides)
+    if isinstance(expected, dict):
+        assert check_devices(config, devices) == expected
+    else:
+        with pytest.raises(UserError, match=expected):
+            check_devices(config, devices)
+
+
+# Parameters and optimizer state
+
+
+def test_each_parameter_lies_as_its_axes_say() -> None:
+    layout = abstract_layout(data=2, fsdp=2, tensor=2)
+    found = jax.tree.map(lambda s: s.spec, layout.params(tiny.model().declare()))
+    assert found["embed"] == P("tensor", "fsdp")
+    layers = found["layers"]
+    for name in ("q", "k", "v", "gate", "up"):
+        assert layers[name]["kernel"] == P(None, "fsdp", "tensor")
+    for name in ("o", "down"):
+        assert layers[name]["kernel"] == P(None, "tensor", "fsdp")
+    for norm in (layers["attn_norm"], layers["mlp_norm"], found["final_norm"]):
+        assert NamedSharding(layout.mesh, norm).is_fully_replicated
+    head = layout.params(tiny.model(value_head=True).declare())["value_head"]
+    assert head["kernel"].is_fully_replicated and head["bias"].is_fully_replicated
+
+
+@pytest.mark.parametrize(
+    ("sizes", "what"),
+    [
+        ({"tensor": 3}, "config.mesh.tensor = 3: does not divide the axis 'vocab' (64) of embed [64, 32]"),
+        ({"fsdp": 5}, "config.mesh.fsdp = 5: does not divide the axis 'embed' (32) of embed [64, 32]"),
+        (
+            {"tensor": 32},
+            "config.mesh.tensor = 32: does not divide the axis 'kv_heads' (16) of layers.k.kernel [2, 32, 16]",
+        ),
+    ],
+)
+def test_an_axis_that_cannot_be_cut_names_key_and_parameter(sizes: dict[str, int], what: str) -> None:
+    with pytest.raises(UserError) as error:
+        abstract_layout(**sizes).params(tiny.model().declare())
+    assert str(error.value) == what
+
+
+@pytest.mark.parametrize("clipped", [True, False])
+def test_moments_lie_where_their_parameters_lie(clipped: bool) -> None:
+    config = tiny.config(optimizer__schedule="cosine", optimizer__max_grad_norm=1.0 if clipped else 0.0)
+    layout, optimizer = abstract_layout(data=2, fsdp=2, tensor=2), make_optimizer(config.optimizer, 10)
+    declaration = tiny.model().declare()
+    shardings, params = layout.optimizer(optimizer, declaration), layout.params(declaration)
+    state = jax.eval_shape(optimizer.init, tiny.params())
+    assert jax.tree.structure(shardings) == jax.tree.structure(state)
+    for moment in ("mu", "nu"):
+        assert optax.tree.get(shardings, moment) == params
+    counts = [s for s, x in zip(jax.tree.leaves(shardings), jax.tree.leaves(state), strict=True) if x.ndim == 0]
+    assert len(counts) >= 2 and all(s.is_fully_replicated for s in counts)
+
+
+def test_rows_lie_over_data_and_fsdp_together() -> None:
+    layout = abstract_layout(data=2, fsdp=3, tensor=4)
+    assert layout.batch_shards == 6
+    assert layout.rows.shard_shape((12, 5)) == (2, 5)
+    assert layout.named(("batch", None, "heads")).spec == P(BATCH_AXES, None, "tensor")
+    assert layout.replicated.shard_shape((12, 5)) == (12, 5)
+
+
+def test_on_one_device_nothing_is_constrained() -> None:
+    layout, x = Layout.single(), jnp.ones((3, 2))
+    assert layout.constrain(x, ("batch", None)) is x
+    assert layout.constrain_rows({"x": x})["x"] is x
+    put = layout.put_rows({"x": np.arange(6).reshape(3, 2), "mask": np.ones(3, bool)})
+    np.testing.assert_array_equal(put["x"], np.arange(6).reshape(3, 2))
+    assert put["mask"].dtype == bool and put["x"].sharding == layout.rows
+
+
+def test_put_rows_and_constraints_on_eight_devices(result: Callable[[str], Any]) -> None:
+    found = result("train")["layout"]
+    assert found["devices"] == {tuple(range(2 * i, 2 * i + 2)): 2 for i in range(4)}  # rows of a device -> such devices
+    assert found["constrained"] == ((8, 4, 6), (2, 4, 3))
+    assert found["constrained_rows"] == ((8, 4, 6), (2, 4, 6))
+
+
+# Batches in parts
+
+
+def labelled(groups: int, n: int, width: int = 3) -> Batch:
+    """A batch of which every number tells where it stood."""
+    prompt, row = np.arange(groups, dtype=np.int32), np.arange(groups * n, dtype=np.int32)
+    tokens = row[:, None] * width + np.arange(width, dtype=np.int32)
+    return Batch(
+        prompts=prompt[:, None] + np.zeros((1, 2), np.int32),
+        prompt_mask=np.ones((groups, 2), bool),
+        prompt_valid=prompt % 3 > 0,
+        record_arrays={"answer": 10 * prompt, "table": prompt[:, None, None] + np.zeros((1, 2, 2), np.int32)},
+        uid=100 + np.repeat(prompt, n),
+        responses=tokens,
+        response_mask=tokens % 2 == 0,
+        response_length=row,
+        rollout_log_probs=-tokens.astype(np.float32),
+        finish_reason=row % 2 + 1,
+        scores=np.stack([row, -row], 1).astype(np.float32),
+    )  # type: ignore[arg-type]
+
+
+def row_fields(batch: Batch) -> dict[str, Any]:
+    per_prompt = ("prompts", "prompt_mask", "prompt_valid", "record_arrays")
+    fields = {f.name: getattr(batch, f.name) for f in dataclasses.fields(batch) if f.name not in per_prompt}
+    return {name: value for name, value in fields.items() if value is not None}
+
+
+def assert_same(found: Any, expected: Any) -> None:
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
+
+
+def assert_rows_have_their_prompts(batch: Batch) -> None:
+    np.testing.assert_array_equal(np.repeat(batch.prompts[:, 0], batch.n), batch.uid - 100)
+    np.testing.assert_array_equal(10 * batch.prompts[:, 0], batch.record_arrays["answer"])
+    np.testing.assert_array_equal(batch.prompts[:, 0] % 3 > 0, batch.prompt_valid)
+
+
+SHAPES = st.tuples(st.integers(1, 3), st.sampled_from([1, 2, 4]), st.integers(1, 3), st.integers(1, 4))
+
+
+@given(SHAPES)
+@settings(deadline=None, max_examples=25)
+def test_parts_joined_are_the_whole(shape: tuple[int, int, int, int]) -> None:
+    """And each part takes as many prompts from every shard of the batch as from any other."""
+    share, shards, parts, n = shape
+    batch = labelled(share * shards * parts, n)
+    split = batch.split(parts)
+    assert_same(batch.join_parts(row_fields(split)), row_fields(batch))
+    shard_of_prompt = np.arange(batch.num_prompts) // (share * parts)
+    for j in range(parts):
+        part = jax.tree.map(lambda x, j=j: x[j], split)
+        assert (part.num_prompts, part.n) == (share * shards, n)
+        assert_rows_have_their_prompts(part)
+        np.testing.assert_array_equal(part.prompts[:, 0], np.arange(j, batch.num_prompts, parts))
+        # Contiguous parts of the part lie where those of the batch lie: no row moves between devices.
+        np.testing.assert_array_equal(shard_of_prompt[part.prompts[:, 0]], np.repeat(np.arange(shards), share))
+
+
+@given(st.integers(1, 4), st.integers(1, 3), st.integers(1, 3))
+@settings(deadline=None, max_examples=15)
+def test_regrouped_rows_keep_their_order_and_their_prompts(groups: int, n: int, times: int) -> None:
+    batch = labelled(groups, n * times)
+    regrouped = batch.regroup(n)
+    assert (regrouped.num_prompts, regrouped.n) == (groups * times, n)
+    assert_same(row_fields(regrouped), row_fields(batch))
+    assert_rows_have_their_prompts(jax.tree.map(np.asarray, regrouped))
+
+
+@given(st.integers(1, 5), st.integers(1, 3), st.data())
+@settings(deadline=None, max_examples=25)
+def test_selected_prompts_bring_all_their_rows(groups: int, n: int, data: st.DataObject) -> None:
+    batch = labelled(groups, n)
+    chosen = np.array(data.draw(st.lists(st.integers(0, groups - 1), min_size=1, max_size=5)))
+    selected: Batch = batch.select(chosen)  # type: ignore[arg-type]
+    assert (selected.num_prompts, selected.n) == (len(chosen), n)
+    assert_rows_have_their_prompts(selected)
+    rows = (chosen[:, None] * n + np.arange(n)).ravel()
+    assert_same(row_fields(selected), jax.tree.map(lambda x: x[rows], row_fields(batch)))
+
+
+def test_a_batch_does_not_split_or_regroup_unevenly() -> None:
+    batch = labelled(4, 3)
+    with pytest.raises(AssertionError):
+        batch.split(3)
+    with pytest.raises(AssertionError):
+        batch.regroup(2)
