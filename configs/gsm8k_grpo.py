@@ -1,11 +1,19 @@
-"""GRPO on GSM8K, for an instruct model of 0.5B to 3B parameters on one GPU or TPU host.
+"""GRPO on GSM8K, for an instruct model of 0.5B to 3B parameters on one GPU or TPU host (on which it has not been run).
 
-The reward is 1 if the number in \\boxed{}, else after ####, else the last number, is the gold one. Questions come
-from the hub's openai/gsm8k where it can be reached, or from JSONL files with `question` and `answer`:
+The reward is 1 if the number after ####, or without that the last number, is the gold one. Questions come from the
+hub's openai/gsm8k where it can be reached, or from JSONL files with `question` and `answer`:
 
     python -m jaxrl_llm.train --config configs/gsm8k_grpo.py --config.model.path=Qwen/Qwen2.5-0.5B-Instruct
-    python -m jaxrl_llm.train --config configs/gsm8k_grpo.py --config.model.path=models/smollm2-135m \\
+    python -m jaxrl_llm.train --config configs/gsm8k_grpo.py --config.model.path=FOLDER \\
       --config.data.train=train.jsonl --config.data.eval=test.jsonl
+
+Two steps on two CPU cores, to see it work (SmolLM2-135M gets 1 of the first 32 problems in 96 tokens; 41 s a step):
+
+    python -m jaxrl_llm.train --config configs/gsm8k_grpo.py --config.model.path=models/smollm2-135m \\
+      --config.model.dtype=float32 --config.model.scan_layers=False \\
+      --config.data.train=train.jsonl --config.data.eval=test.jsonl --config.data.train_batch_size=4 \\
+      --config.rollout.n=4 --config.rollout.response_length=96 --config.actor.micro_batch_size=4 \\
+      --config.trainer.steps=2 --config.eval.max_prompts=32 --config.eval.batch_size=32
 """
 
 from __future__ import annotations

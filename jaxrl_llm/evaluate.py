@@ -1,7 +1,7 @@
 """Held-out accuracy of a model, or of a run's newest checkpoint: greedy, and sampled, each with a 95% interval.
 
-    python -m jaxrl_llm.evaluate --config configs/smollm2_addition.py
-    python -m jaxrl_llm.evaluate --run runs/addition --samples 4 --output answers.jsonl
+python -m jaxrl_llm.evaluate --config configs/smollm2_addition.py
+python -m jaxrl_llm.evaluate --run runs/addition --samples 4 --output answers.jsonl
 """
 
 from __future__ import annotations
@@ -81,8 +81,9 @@ def evaluate(config: Config, *, run: str | None = None, samples: int = 4) -> dic
     else:
         declaration = program.actor_model.declare()
         shapes = jax.tree.map(
-            lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), declared(declaration),
-            layout.params(declaration)
+            lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
+            declared(declaration),
+            layout.params(declaration),
         )
         checkpoints = Checkpoints(Path(run) / "checkpoints")
         state, _ = checkpoints.restore({"actor": {"params": shapes}}, partial=True)
@@ -97,8 +98,13 @@ def evaluate(config: Config, *, run: str | None = None, samples: int = 4) -> dic
         if n == 0:
             continue
         sample = compile_sampler(
-            program, abstract(view), abstract(layout.put_rows(prompts)), n=n, sampling=sampling, report=report,
-            name=name
+            program,
+            abstract(view),
+            abstract(layout.put_rows(prompts)),
+            n=n,
+            sampling=sampling,
+            report=report,
+            name=name,
         )
         evaluator = Evaluator(
             data=inputs.held_out,

@@ -43,7 +43,7 @@ PPO = {
 
 @pytest.fixture(scope="module", autouse=True)
 def _compile_once() -> Iterator[None]:
-    with tiny_folder.compile_once(optimized=False):
+    with tiny_folder.compile_once():
         yield
 
 

@@ -75,7 +75,7 @@ def make_actor_loss(
             assert rows.ref_log_prob is not None
             kl = agg(kl_penalty(new, rows.ref_log_prob, kl_loss_type), mask, norm=norm)
             loss = loss + kl_loss_coef * kl
-            metrics |= {"kl_loss": kl, "kl_coef": jnp.asarray(kl_loss_coef, kl.dtype)}
+            metrics["kl_loss"] = kl
         if first_and_only and rows.rollout_log_probs is not None:
             metrics |= _mismatch(new, rows.rollout_log_probs, mask, norm)
         return loss, metrics

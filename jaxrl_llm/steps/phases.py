@@ -321,13 +321,16 @@ def _updates(
         constrain_rows=layout.constrain_rows,
     )
 
-    def with_rate(state: TrainState, batch: Batch, key: Array) -> tuple[TrainState, Metrics]:
-        rate = jnp.asarray(schedule(state.updates), jnp.float32)
+    # Not metrics of rows: they must not add up over micro-batches.
+    coefficients = {"kl_coef": role.kl_loss_coef} if isinstance(role, Actor) and role.use_kl_loss else {}
+
+    def with_settings(state: TrainState, batch: Batch, key: Array) -> tuple[TrainState, Metrics]:
+        settings = coefficients | {"lr": schedule(state.updates)}
         state, metrics = update(state, batch, key)
-        return state, metrics | {"lr": rate}
+        return state, metrics | {name: jnp.asarray(value, jnp.float32) for name, value in settings.items()}
 
     order = partial(mini_batches, prompts=prompts, size=size, epochs=role.epochs, shuffle=role.shuffle)
-    return Updates(optimizer=transform, update=with_rate, order=order, per_step=per_step)
+    return Updates(optimizer=transform, update=with_settings, order=order, per_step=per_step)
 
 
 def _enter(config: Config, params: Params) -> Params:
