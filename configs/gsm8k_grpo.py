@@ -3,7 +3,8 @@
 The reward is 1 if the number after ####, or without that the last number, is the gold one. Questions come from the
 hub's openai/gsm8k where it can be reached, or from JSONL files with `question` and `answer`:
 
-    python -m jaxrl_llm.train --config configs/gsm8k_grpo.py --config.model.path=Qwen/Qwen2.5-0.5B-Instruct
+    python -m jaxrl_llm.train --config configs/gsm8k_grpo.py \\
+      --config.model.path=meta-llama/Llama-3.2-1B-Instruct
     python -m jaxrl_llm.train --config configs/gsm8k_grpo.py --config.model.path=FOLDER \\
       --config.data.train=train.jsonl --config.data.eval=test.jsonl
 

@@ -7,7 +7,7 @@
     python -m jaxrl_llm.train --config configs/smollm2_addition.py --workdir runs/addition
 
 Costs and what to expect, measured on two CPU cores: docs/addition.md. The sampled reward starts near 0.2 and is above
-0.9 after 20 steps; greedy accuracy goes from about 0.6 to 1.0. About 6 GB of memory.
+0.9 after 20 steps; greedy accuracy goes from about 0.6 to 1.0. About 8 GB of memory.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ coefficient; advantages by GAE. Two optimizer updates a step, for actor and crit
     python -m jaxrl_llm.fetch smollm2-135m
     python -m jaxrl_llm.train --config configs/smollm2_addition_ppo.py --workdir runs/addition_ppo
 
-Costs and what to expect, measured on two CPU cores: docs/addition.md. About 10 GB of memory, and two to three times the
+Costs and what to expect, measured on two CPU cores: docs/addition.md. About 12 GB of memory, and two to three times the
 time of a GRPO step.
 """
 

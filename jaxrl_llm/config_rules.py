@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
@@ -38,7 +39,19 @@ def need_reference(config: Config) -> bool:
 
 def broken_rules(config: Config) -> list[Broken]:
     """The rules that hold whatever devices there are; `check_devices` holds the others."""
-    rules = (_sources, _rewards, _batches, _sampling, _estimator, _loss, _correction, _schedules, _run, _mesh)
+    rules = (
+        _sources,
+        _rewards,
+        _batches,
+        _sampling,
+        _estimator,
+        _loss,
+        _correction,
+        _adaptive_kl,
+        _schedules,
+        _run,
+        _mesh,
+    )
     return [broken for rule in rules for broken in rule(config)]
 
 
@@ -187,8 +200,11 @@ def _estimator(config: Config) -> Iterator[Broken]:
         yield Broken((key, "rollout.n"), "a group estimator compares responses to one prompt: n must be at least 2")
     if "values" in entry.needs and not need_critic(config):
         yield Broken((key, "critic.enable"), "this estimator needs values, so it needs a critic")
-    for name in options.keys() - entry.options.keys():
-        yield Broken((key, "algorithm.estimator_kwargs"), f"no option {name!r}; {nearest(name, entry.options)}")
+    if "reward_baselines" in entry.needs:
+        yield Broken(
+            (key,), "this estimator needs the score of a greedy response to each prompt, which no phase samples"
+        )
+    yield from _options(entry.options, options, (key, "algorithm.estimator_kwargs"))
 
 
 def _loss(config: Config) -> Iterator[Broken]:
@@ -198,14 +214,29 @@ def _loss(config: Config) -> Iterator[Broken]:
     except UserError as error:
         yield Broken((key,), str(error))
         return
-    for name in options.keys() - entry.options.keys():
-        yield Broken((key, "actor.loss_kwargs"), f"no option {name!r}; {nearest(name, entry.options)}")
+    yield from _options(entry.options, options, (key, "actor.loss_kwargs"))
+    if config.algorithm.rollout_correction.rollout_is != "none" and not entry.weighs:
+        keys = (key, "algorithm.rollout_correction.rollout_is")
+        yield Broken(
+            keys, "this loss takes no importance weights (a parameter rollout_is_weights); set rollout_is to none"
+        )
+
+
+def _options(known: Mapping[str, Any], given: Mapping[str, Any], keys: tuple[str, ...]) -> Iterator[Broken]:
+    for name in given.keys() - known.keys():
+        yield Broken(keys, f"no option {name!r}; {nearest(name, known)}")
+    for name, default in known.items():
+        if default is inspect.Parameter.empty and name not in given:
+            yield Broken(keys, f"the option {name!r} has no default and must be given")
 
 
 def _correction(config: Config) -> Iterator[Broken]:
     from jaxrl_llm.algorithms.correction import is_bounds, rs_bounds
 
     correction, section = config.algorithm.rollout_correction, "algorithm.rollout_correction"
+    if correction.bypass and (correction.rollout_is != "none" or correction.rollout_rs != "none"):
+        keys = (f"{section}.bypass", f"{section}.rollout_is", f"{section}.rollout_rs")
+        yield Broken(keys, "with bypass the old log-probs are the sampler's: there is nothing to correct")
     try:
         is_bounds(correction.rollout_is_threshold)
     except ValueError as error:
@@ -215,6 +246,15 @@ def _correction(config: Config) -> Iterator[Broken]:
             rs_bounds(correction.rollout_rs, correction.rollout_rs_threshold)
         except ValueError as error:
             yield Broken((f"{section}.rollout_rs", f"{section}.rollout_rs_threshold"), str(error))
+
+
+def _adaptive_kl(config: Config) -> Iterator[Broken]:
+    control, rows = config.algorithm.kl_ctrl, config.data.train_batch_size * config.rollout.n
+    if control.type == "adaptive" and control.horizon <= 0.2 * rows:
+        keys = ("algorithm.kl_ctrl.horizon", "data.train_batch_size", "rollout.n")
+        yield Broken(
+            keys, f"must be above a fifth of the {rows} rows of a step, or one step could turn the coefficient"
+        )
 
 
 def _schedules(config: Config) -> Iterator[Broken]:

@@ -112,6 +112,7 @@ class PromptData:
         self._ids = [self._at(place, tokenize) for place in self._places]
         self.dropped = self._drop_too_long(too_long)  # prompts left out because they are too long
         self.longest = max(map(len, self._ids), default=0)  # tokens of the longest prompt that is left
+        self.largest_id = max((int(ids.max()) for ids in self._ids), default=0)
         self._record_arrays = {name: self._extract(name, get) for name, get in (record_arrays or {}).items()}
         counts = [sum(s == source for s, _ in self._places) for source in range(len(specs))]
         for spec, source, count in zip(specs, self._sources, counts, strict=True):

@@ -44,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
     for name, rows in results.items():
-        print(summary(name, rows))
+        print(summary(name, rows) + by_source(rows))
     if args.output:
         rows = [{"mode": name, **row} for name, found in results.items() for row in found]
         lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
@@ -148,6 +148,14 @@ def summary(name: str, rows: Sequence[dict[str, Any]]) -> str:
         f"{name:<8} {mean:.3f} [{low:.3f}, {high:.3f}]  {count} problems x {n}, "
         f"mean length {length:.1f}, {truncated:.0%} truncated"
     ) + (f"; the reward failed on {failed} of {len(rows)} responses, which count as 0" if failed else "")
+
+
+def by_source(rows: Sequence[dict[str, Any]]) -> str:
+    """The mean score of each data source, where there are several: what training draws from is not held out."""
+    sources: dict[str, list[float]] = {}
+    for row in rows:
+        sources.setdefault(row["data_source"], []).append(row["score"] or 0.0)
+    return "".join(f"; {name} {np.mean(scores):.3f}" for name, scores in sources.items()) if len(sources) > 1 else ""
 
 
 if __name__ == "__main__":

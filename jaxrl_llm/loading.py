@@ -14,6 +14,7 @@ import numpy as np
 
 from jaxrl_llm.config import Config, Rollout, check_devices, need_critic, need_reference
 from jaxrl_llm.data import PromptData
+from jaxrl_llm.errors import UserError
 from jaxrl_llm.models import hf
 from jaxrl_llm.models.families import transformer_config
 from jaxrl_llm.models.transformer import make_transformer
@@ -103,12 +104,25 @@ def make_layout(config: Config) -> Layout:
 
 
 def make_models(config: Config, inputs: Inputs, layout: Layout) -> tuple[Model, Model | None]:
-    """Actor and critic (None where the config has none), without parameters."""
+    """Actor and critic (None where the config has none), without parameters.
+
+    Raises:
+      UserError: a model is too small for the tokenizer's ids or for the lengths of prompts and responses.
+    """
+    known_ids = max(inputs.tokenizer.get_vocab().values()) + 1
 
     def model(folder: Path, value_head: bool) -> Model:
         shape = transformer_config(hf.read_config(folder))
+        if (largest := _largest_id(config, inputs)) >= shape.vocab_size:
+            raise UserError(f"{folder}: the embedding has {shape.vocab_size} rows, and token id {largest} is in use")
+        length = config.rollout.prompt_length + config.rollout.response_length
+        if length > shape.max_positions:
+            raise UserError(
+                f"config.rollout.prompt_length + config.rollout.response_length = {length}: {folder} has "
+                f"{shape.max_positions} positions (max_position_embeddings)"
+            )
         # Rows of the embedding past the tokenizer's vocabulary are padding: never sampled, never counted.
-        shape = dataclasses.replace(shape, real_vocab_size=min(shape.vocab_size, len(inputs.tokenizer)))
+        shape = dataclasses.replace(shape, real_vocab_size=min(shape.vocab_size, known_ids))
         return make_transformer(
             shape,
             param_dtype=jnp.dtype(config.model.param_dtype),
@@ -120,6 +134,12 @@ def make_models(config: Config, inputs: Inputs, layout: Layout) -> tuple[Model, 
 
     critic = model(_folder(config.critic.path, inputs), True) if need_critic(config) else None
     return model(inputs.folder, False), critic
+
+
+def _largest_id(config: Config, inputs: Inputs) -> int:
+    """Of the prompts, the end tokens and the stop tokens."""
+    prompts = (data.largest_id for data in (inputs.train, inputs.held_out) if data is not None)
+    return max(*hf.read_eos_ids(inputs.folder), *config.rollout.stop_token_ids, *prompts, 0)
 
 
 def _folder(path: str, inputs: Inputs) -> Path:
@@ -171,7 +191,8 @@ def initial_state(program: Program, inputs: Inputs) -> RunState:
 
 def state_shardings(program: Program) -> RunState:
     """The sharding of every leaf of a program's state."""
-    layout, whole = program.layout, program.layout.replicated
+    layout = program.layout
+    whole: Any = layout.replicated  # a sharding stands where the state has an array
 
     def trained(updates: Updates, model: Model) -> TrainState:
         declaration = model.declare()

@@ -67,14 +67,20 @@ class Run:
         self._program = build_program(config, self._inputs, self._layout, self.total_steps)
         self._checkpoints = self._open_checkpoints(workdir)
         resumed = self._checkpoints.latest_step() if self._checkpoints else None
-        self._writer = RunWriter(
-            workdir, config, total_steps=self.total_steps, resumed_step=-1 if resumed is None else resumed
-        ) if workdir is not None else None  # fmt: skip
-        self._note_inputs()
         self._state, self._cursor = self._restore(resumed)
         self.step = int(self._state.step)
+        # Opened last: a start that fails leaves the folder as it was.
+        last = -1 if resumed is None else resumed
+        self._writer = RunWriter(workdir, config, total_steps=self.total_steps, resumed_step=last) if workdir else None
+        self._note_inputs()
+        if resumed is not None:
+            self._note(f"resumed from step {resumed}")
         self._timers = Timers()
-        self._compile()
+        try:
+            self._compile()
+        except BaseException:
+            self.close()
+            raise
         self._steps = self._run()
 
     # The step
@@ -214,7 +220,6 @@ class Run:
             return initial_state(self._program, self._inputs), 0
         state = abstract_state(self._program)
         state, meta = self._checkpoints.restore(state, step)
-        self._note(f"resumed from step {step}")
         return state, int(meta["cursor"])
 
     def _save(self) -> None:
@@ -321,7 +326,7 @@ def _host_metrics(metrics: Any, updated: dict[str, list[Any]]) -> Metrics:
     """Everything a step measured on its devices, fetched at once, as numbers."""
     metrics, updated = jax.device_get((metrics, updated))
     for role, updates in updated.items():
-        stacked = {name: np.stack([update[name] for update in updates]) for name in updates[0]}
+        stacked: Any = {name: np.stack([update[name] for update in updates]) for name in updates[0]}
         metrics |= prefixed(role, summarize(stacked, np))
     return {name: float(value) for name, value in metrics.items()}
 

@@ -72,7 +72,6 @@ class RunWriter:
             for path in self.workdir.glob("rollouts/*.jsonl"):
                 if int(path.stem) > resumed_step:
                     path.unlink()
-            self._metrics = _open(self.workdir / "metrics.jsonl", "a")
         self._tensorboard = _tensorboard(self.workdir, resumed_step + 1) if config.logging.tensorboard else None
         self._display = make_display(
             config.logging.progress,
@@ -88,11 +87,12 @@ class RunWriter:
         self.close()
 
     def step(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """One line of metrics.jsonl, flushed; the numbers may be arrays. What is not finite is written as null."""
+        """One line of metrics.jsonl; the numbers may be arrays. What is not finite is written as null."""
         numbers = {name: np.asarray(value).item() for name, value in metrics.items()}
-        with _storage(self.workdir / "metrics.jsonl"):
-            self._metrics.write(_line({"step": step, **numbers}))
-            self._metrics.flush()
+        path = self.workdir / "metrics.jsonl"
+        # Not kept open: a run that is left in the middle of its loop leaves nothing behind that wants closing.
+        with _storage(path), _open(path, "a") as file:
+            file.write(_line({"step": step, **numbers}))
         if self._tensorboard is not None:
             for name, number in numbers.items():
                 self._tensorboard.add_scalar(name, number, step)
@@ -128,7 +128,6 @@ class RunWriter:
 
     def close(self) -> None:
         self._display.close()
-        self._metrics.close()
         if self._tensorboard is not None:
             self._tensorboard.close()
 

@@ -1,17 +1,18 @@
 """What test_sharding.py asks of eight devices: `python -m tests.on_devices JOB FILE` pickles what a job finds.
 
-It is a process of its own, since the number of CPU devices is fixed when jax starts. Jobs: `replay`, `sample`, `train`.
+It is a process of its own, since the number of CPU devices is fixed when jax starts.
 """
 
 from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
 import os
 import pickle
 import re
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -21,19 +22,23 @@ import numpy as np
 
 from jaxrl_llm.compiled import Compiled, CompiledStep, compile_step
 from jaxrl_llm.loading import abstract_state, build_program, load_inputs, state_shardings
+from jaxrl_llm.models.transformer import init_params, make_transformer
 from jaxrl_llm.sharding import RULES, Layout, make_mesh
 from jaxrl_llm.steps.phases import Program, gen, make_program
-from jaxrl_llm.steps.rollout import no_stop_rules
+from jaxrl_llm.steps.rollout import StopRules, no_stop_rules
 from jaxrl_llm.steps.sampling import Sampling
 from jaxrl_llm.steps.step import make_step, step_key
 from jaxrl_llm.trainer import fit
-from jaxrl_llm.types import Array, Batch, Param, Prompts, RunState
+from jaxrl_llm.types import Array, Batch, Model, Param, Params, Prompts, RunState
 from tests import tiny, tiny_folder
 
 DEVICES, STEPS, GROUPS = 8, 3, 16
-# XLA's own optimizations are all there; only the machine code is made faster to compile.
+SHAPE = dataclasses.replace(tiny.SHAPE, num_layers=1)  # one layer compiles in less time than two
+# The program is cut and optimized as ever; only its translation into machine code is the one that takes least time.
 FLAGS = f"--xla_force_host_platform_device_count={DEVICES} --xla_backend_optimization_level=0"
-MESHES: dict[str, dict[str, int]] = {
+if jax.__version_info__ < (0, 11):
+    FLAGS += " --xla_cpu_use_fusion_emitters=false"
+MESHES: dict[str, Any] = {
     "data": {"data": 8, "fsdp": 1, "tensor": 1},
     "fsdp": {"data": 1, "fsdp": 8, "tensor": 1},
     "all": {"data": 2, "fsdp": 2, "tensor": 2},
@@ -45,11 +50,16 @@ OPTIMIZER = {"optimizer__lr": 3e-3, "optimizer__eps": 1e-4, "optimizer__schedule
 
 def case(name: str, shards: int) -> dict[str, Any]:
     """The config's overrides; what is counted per device is the same for all rows together, whatever the shards."""
-    common = OPTIMIZER | {"data__train_batch_size": GROUPS, "model__logprob_chunk": 128 // shards}
+    common = {
+        "data__train_batch_size": GROUPS,
+        "rollout__n": 2,
+        "rollout__response_length": 16,
+        "model__logprob_chunk": 128 // shards,
+        **OPTIMIZER,
+    }
     if name == "grpo":
         # A mini-batch of 4 prompts: fewer than 8 shards, so that responses must share less than all of their prompt.
         return common | {
-            "rollout__n": 2,
             "rollout__temperature": 0.8,
             "model__scan_layers": False,
             "actor__use_kl_loss": True,
@@ -58,7 +68,6 @@ def case(name: str, shards: int) -> dict[str, Any]:
             "actor__mini_batch_size": 4,
         }
     return common | {
-        "rollout__n": 2,
         "algorithm__estimator": "gae",
         "algorithm__lam": 0.9,
         "algorithm__use_kl_in_reward": True,
@@ -81,68 +90,65 @@ def layout(mesh: str) -> Layout:
 def program(name: str, mesh: str) -> Program:
     where = layout(mesh)
     config = tiny.config(**case(name, where.batch_shards))
-    critic = tiny.model(value_head=True, constrain=where.constrain) if config.algorithm.estimator == "gae" else None
-    return make_program(config, tiny.model(constrain=where.constrain), critic, layout=where)
+    model = functools.partial(make_transformer, SHAPE, constrain=where.constrain)
+    critic = model(value_head=True) if config.algorithm.estimator == "gae" else None
+    return make_program(config, model(), critic, layout=where, stops=jax.device_put(stops(), where.replicated))
 
 
-def start(p: Program) -> RunState:
-    """The same state whatever the mesh, where the program wants it."""
-    state = p.init(tiny.params(), tiny.params(50, value_head=True) if p.critic else None)
-    return jax.device_put(state, state_shardings(p))
+def stops() -> StopRules:
+    return no_stop_rules(tiny.VOCAB).replace(ids=jnp.asarray([3, 5], jnp.int32))
 
 
 # Recorded tokens, replayed
 
 
-def only_gen(batch: Batch) -> Batch:
-    """What the rollout wrote, on the host."""
-    later = {f.name: None for f in dataclasses.fields(Batch) if f.default is None}
-    return jax.tree.map(np.asarray, batch.replace(**later))
+def replay(name: str) -> dict[str, Any]:
+    """mesh -> the state, metrics and batch after each step, and what the compiled step costs.
 
+    "single" samples its tokens, the meshes are given them.
+    """
+    single, tokens = program(name, "single"), []
+    first = start(single)
+    sample = jax.jit(single.gen)
 
-def host(*trees: Any) -> Any:
-    return jax.tree.map(np.asarray, trees)
-
-
-def record(p: Program) -> tuple[list[Batch], list[Any]]:
-    """Steps with fresh tokens: the tokens, and (state, metrics, batch) after each step."""
-    step, state = jax.jit(make_step(p, tiny.even_tokens)), start(p)
-    tokens, after = [], []
-    for number in range(STEPS):
+    def fresh(state: RunState, number: int) -> Batch:
         prompts = tiny.prompts(GROUPS, seed=number, first_uid=100 * number)
-        state, metrics, batch = step(state, prompts, step_key(0, number))
-        tokens.append(only_gen(batch))
-        after.append(host(state, metrics, batch))
-    return tokens, after
+        batch = sample(state.actor.params, prompts, jax.random.key(number), single.stops)
+        tokens.append(jax.tree.map(np.asarray, batch))
+        return batch
+
+    found = {"single": run(single, first, fresh)}
+    for mesh in MESHES:
+        found[mesh] = run(program(name, mesh), first, lambda state, number: tokens[number])
+    return found
 
 
-def compile_replay(p: Program, tokens: Batch) -> Compiled:
-    """The step of `make_step`, with the rollout's result given."""
+def start(p: Program) -> RunState:
+    def fresh(model: Model, key: Array) -> Params:
+        return jax.tree.map(lambda x: 6 * x if x.ndim > 2 else x, init_params(model, key))
 
-    def replay(state: RunState, recorded: Batch, key: Array) -> Any:
+    def state(keys: Array) -> RunState:
+        return p.init(fresh(p.actor_model, keys[0]), fresh(p.critic_model, keys[1]) if p.critic_model else None)
+
+    return jax.jit(state)(jax.random.split(jax.random.key(0)))
+
+
+def run(p: Program, first: RunState, tokens: Callable[[RunState, int], Batch]) -> dict[str, Any]:
+    """Steps of `make_step`, with what the rollout would have written given by `tokens`."""
+
+    def step(state: RunState, recorded: Batch, key: Array) -> Any:
         given = dataclasses.replace(p, gen=lambda view, prompts, key, stops: recorded)
         return make_step(given, tiny.even_tokens)(state, None, key)  # type: ignore[arg-type]
 
     shardings = state_shardings(p), p.layout.replicated, p.layout.rows
-    recorded = p.layout.put_rows(tokens)
-    return Compiled("replay", replay, start(p), recorded, step_key(0, 0), report=no_report, out_shardings=shardings)
-
-
-def replay() -> dict[str, Any]:
-    """case -> mesh -> the states, metrics and batches after each step, and what the compiled step costs."""
-    found: dict[str, Any] = {}
-    for name in ("grpo", "ppo"):
-        single = program(name, "single")
-        tokens, after = record(single)
-        found[name] = {"single": {"after": after, **costs(compile_replay(single, tokens[0]), single)}}
-        for mesh in MESHES:
-            p = program(name, mesh)
-            compiled, state, after = compile_replay(p, tokens[0]), start(p), []
-            for number in range(STEPS):
-                state, metrics, batch = compiled(state, p.layout.put_rows(tokens[number]), step_key(0, number))
-                after.append(host(state, metrics, batch))
-            found[name][mesh] = {"after": after, **costs(compiled, p)}
-    return found
+    state, compiled, after = jax.device_put(first, shardings[0]), None, []
+    for number in range(STEPS):
+        given = state, p.layout.put_rows(tokens(state, number)), step_key(0, number)
+        compiled = compiled or Compiled("step", step, *given, report=no_report, out_shardings=shardings)
+        state, metrics, batch = compiled(*given)
+        after.append(jax.tree.map(np.asarray, (state, metrics, batch)))
+    assert compiled is not None
+    return {"after": after, **costs(compiled, p)}
 
 
 # Fresh tokens
@@ -156,14 +162,12 @@ def sample() -> dict[str, Batch]:
         where = layout(mesh)
         model = tiny.model(constrain=where.constrain, **kind)
 
-        def rollout(
-            view: Any, prompts: Prompts, stops: Any, key: Array, where: Layout = where, model: Any = model
-        ) -> Batch:
-            return gen(model, where, 4, 12, Sampling(temperature=0.7, top_p=0.95), view, prompts, key, stops)
+        def rollout(view: Params, prompts: Prompts, key: Array, where: Layout = where, model: Model = model) -> Batch:
+            return gen(model, where, 4, 12, Sampling(temperature=0.7, top_p=0.95), view, prompts, key, stops())
 
         view = jax.device_put(params, where.params(model.declare()))
-        stops = no_stop_rules(tiny.VOCAB).replace(ids=jnp.asarray([3, 5], jnp.int32))
-        found[mesh] = host(jax.jit(rollout)(view, where.put_rows(tiny.prompts(GROUPS)), stops, step_key(0, 1)))[0]
+        batch = jax.jit(rollout)(view, where.put_rows(tiny.prompts(GROUPS)), step_key(0, 1))
+        found[mesh] = jax.tree.map(np.asarray, batch)
     return found
 
 
@@ -174,17 +178,17 @@ def train() -> dict[str, Any]:
     """Two steps of a run, evaluated, on the mesh of all three axes; what each phase costs there and on one device."""
     mesh = {f"mesh__{axis}": size for axis, size in MESHES["all"].items()}
     overrides = case("ppo", layout("all").batch_shards) | mesh | {"trainer__steps": 2, "eval__batch_size": 8}
-    with fit(tiny_folder.config(**overrides)) as run:
-        first, p = run._state, run._program
-        steps = list(run)
+    with fit(tiny_folder.config(**overrides)) as live:
+        first, p = live._state, live._program
+        steps = list(live)
         found = {
             "metrics": [metrics for metrics, _ in steps],
-            "state": shard_shapes(run._state),
+            "state": shard_shapes(live._state),
             "declared": shard_shapes(abstract_state(p)),
             "batch": shard_shapes(steps[-1][1]),
             "donated": [x.is_deleted() for x in jax.tree.leaves((first.actor, first.critic))],
             "kept": [x.is_deleted() for x in jax.tree.leaves(first.reference)],
-            "phases": {name: costs(c, p) for name, c in phases(run._phases)},
+            "phases": {name: costs(c, p) for name, c in phases(live._phases)},
             "layout": placed(p.layout),
         }
     single = tiny_folder.config(**case("ppo", 1))
@@ -234,12 +238,12 @@ def shard_shapes(tree: Any) -> dict[str, tuple[tuple[int, ...], tuple[int, ...]]
 
 def costs(compiled: Compiled, p: Program) -> dict[str, Any]:
     """FLOPs of one device, and the arrays that are gathered from several."""
-    cost = compiled.executable.cost_analysis()
-    return {"flops": cost["flops"], "gathers": gathers(compiled.executable.as_text(), p)}
+    executable: Any = compiled.executable
+    return {"flops": executable.cost_analysis()["flops"], "gathers": gathers(executable.as_text(), p)}
 
 
 def gathers(text: str, p: Program) -> dict[str, int]:
-    """Results of all-gathers, such as "f32[16,20,32]", but for whole parameters: those fsdp gathers by its nature."""
+    """Floating results of all-gathers, such as "f32[16,20,32]", but for parameters, which fsdp gathers by nature."""
     tensor = p.layout.mesh.shape["tensor"]
     parameters = set()
     for leaf in jax.tree.leaves(p.actor_model.declare(), is_leaf=lambda x: isinstance(x, Param)):
@@ -248,7 +252,7 @@ def gathers(text: str, p: Program) -> dict[str, int]:
         parameters |= {tuple(sorted(cut)), tuple(sorted(cut[1:]))}
     found: collections.Counter[str] = collections.Counter()
     for results in re.findall(r"= (.*?) all-gather(?:-start)?\(", text):
-        for kind, dims in re.findall(r"(\w+)\[([\d,]*)\]", results):
+        for kind, dims in re.findall(r"(b?f\d+)\[([\d,]*)\]", results):
             shape = [int(n) for n in dims.split(",") if n not in ("", "1")]
             if tuple(sorted(shape)) not in parameters:
                 found[f"{kind}[{dims}]"] += 1
@@ -259,9 +263,16 @@ def no_report(text: str) -> None:
     del text
 
 
+JOBS = {
+    "grpo": functools.partial(replay, "grpo"),
+    "ppo": functools.partial(replay, "ppo"),
+    "sample": sample,
+    "train": train,
+}
+
 if __name__ == "__main__":
     assert jax.device_count() == DEVICES, os.environ.get("XLA_FLAGS")
     jax.config.update("jax_numpy_rank_promotion", "raise")
     job, file = sys.argv[1:]
     with tiny_folder._session():
-        Path(file).write_bytes(pickle.dumps({"replay": replay, "sample": sample, "train": train}[job]()))
+        Path(file).write_bytes(pickle.dumps(JOBS[job]()))

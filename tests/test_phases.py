@@ -22,7 +22,7 @@ from tests import tiny, tiny_folder
 B, N, R = 16, 4, 8
 EOS = 0  # which is also what stands after a response, and before a prompt
 # Adam with a large eps moves a parameter by about its gradient, so that equal updates mean equal gradients.
-SMOOTH = {"optimizer__lr": 1.0, "optimizer__eps": 1.0}
+SMOOTH = {"optimizer__lr": 1.0, "optimizer__eps": 1.0, "optimizer__weight_decay": 0.0}
 GRPO = {**SMOOTH, "actor__use_kl_loss": True, "actor__kl_loss_coef": 0.1}
 PPO = {
     **SMOOTH,
@@ -81,14 +81,14 @@ SCORES = np.random.default_rng(0).normal(size=B).astype(np.float32)
 
 @functools.cache
 def learner(p: Program) -> Any:
-    """learn(state, batch, scores [B], valid [B], spoiled [B, R]) -> (batch, metrics, state) after the first mini-batch.
+    """learn(state, batch, scores [B], valid [B], spoiled [B, R], extra [B]) -> (batch, metrics, state), for one update.
 
-    Where `spoiled`, whatever a model says of a token is replaced by NaN.
+    Where `spoiled`, whatever a model says of a token is replaced by NaN. `extra` is added to the advantages.
     """
 
-    def learn(state: RunState, batch: Batch, scores: Any, valid: Any, spoiled: Any) -> Any:
+    def learn(state: RunState, batch: Batch, scores: Any, valid: Any, spoiled: Any, extra: Any) -> Any:
         def spoil(batch: Batch, *names: str) -> Batch:
-            return batch.replace(**{name: jnp.where(spoiled, jnp.nan, getattr(batch, name)) for name in names})
+            return batch.replace(**{name: nan_where(spoiled, getattr(batch, name)) for name in names})
 
         batch = write_scores(batch, scores[:, None], valid, weights=(1.0,))
         if p.old_log_prob:
@@ -98,6 +98,7 @@ def learner(p: Program) -> Any:
         if p.values and state.critic:
             batch = spoil(p.values(state.critic.params, batch), "values")
         batch, kl_coef, metrics = p.adv(batch, state.kl_coef)
+        batch = batch.replace(advantages=batch.advantages + extra[:, None])
         key, critic = jax.random.key(5), state.critic
         if p.critic and critic:
             critic, found = p.critic.update(critic, batch.select(p.critic.order(key)[0]), key)
@@ -110,8 +111,13 @@ def learner(p: Program) -> Any:
 
 
 def learn(p: Program, batch: Batch, *, state: RunState | None = None, scores: Any = SCORES, **given: Any) -> Any:
-    everything = {"valid": np.ones(B, bool), "spoiled": np.zeros((B, R), bool), **given}
+    usual = {"valid": np.ones(B, bool), "spoiled": np.zeros((B, R), bool), "extra": np.zeros(B, np.float32)}
+    everything = {**usual, **given}
     return learner(p)(state or start(p), batch, jnp.asarray(scores), *map(jnp.asarray, everything.values()))
+
+
+def nan_where(where: Any, x: Any) -> Any:
+    return jnp.where(where, jnp.nan, x)
 
 
 def equal(a: Any, b: Any) -> None:
@@ -134,7 +140,7 @@ def test_nothing_in_a_failed_row_matters(overrides: dict[str, Any]) -> None:
         responses=jnp.where(FAILED[:, None], rng.integers(0, tiny.VOCAB, (B, R)), clean.responses).astype(jnp.int32),
         response_length=jnp.asarray(lengths),
         response_mask=jnp.asarray(mask),
-        rollout_log_probs=jnp.where(FAILED[:, None], jnp.nan, clean.rollout_log_probs),
+        rollout_log_probs=nan_where(FAILED[:, None], clean.rollout_log_probs),
         finish_reason=jnp.where(FAILED, 3 - clean.finish_reason, clean.finish_reason),
     )
     before = learn(p, clean, valid=~FAILED)
@@ -160,7 +166,7 @@ def test_nothing_outside_the_masks_matters(overrides: dict[str, Any]) -> None:
     junk = clean.replace(
         prompts=jnp.where(clean.prompt_mask, clean.prompts, prompts).astype(jnp.int32),
         responses=jnp.where(clean.response_mask, clean.responses, responses).astype(jnp.int32),
-        rollout_log_probs=jnp.where(clean.response_mask, clean.rollout_log_probs, jnp.nan),
+        rollout_log_probs=nan_where(~clean.response_mask, clean.rollout_log_probs),
     )
     assert differ(junk.prompts, clean.prompts) and differ(junk.responses, clean.responses)
     before, after = learn(p, clean), learn(p, junk, spoiled=~clean.response_mask)
@@ -208,7 +214,7 @@ def test_failed_rows_are_counted_and_left_out_of_their_groups() -> None:
 
 
 def test_nothing_valid_moves_nothing() -> None:
-    p = program(**GRPO, optimizer__weight_decay=0.0)
+    p = program(**GRPO)
     _, metrics, state = learn(p, sampled(), valid=np.zeros(B, bool), scores=np.full(B, np.nan))
     equal(state.actor.params, start(p).actor.params)
     assert metrics["reward/failed_ratio"] == 1 and metrics["critic/score/mean"] == metrics["actor/pg_loss"] == 0
@@ -238,30 +244,29 @@ def test_an_update_that_is_not_finite_changes_nothing_and_is_counted() -> None:
 
 def test_infinite_advantages_change_nothing() -> None:
     p = program(**GRPO)
-    batch, _, _ = learn(p, sampled())
-    advantages = jnp.where(jnp.arange(B)[:, None] == 3, jnp.inf, batch.advantages)
-    state, metrics = jax.jit(p.actor.update)(start(p).actor, batch.replace(advantages=advantages), jax.random.key(0))
-    equal((state.params, state.opt_state), (start(p).actor.params, start(p).actor.opt_state))
-    assert (int(state.updates), int(state.skipped), float(metrics["skipped_updates"])) == (0, 1, 1.0)
+    _, metrics, state = learn(p, sampled(), extra=np.where(np.arange(B) == 3, np.inf, 0).astype(np.float32))
+    equal((state.actor.params, state.actor.opt_state), (start(p).actor.params, start(p).actor.opt_state))
+    assert (int(state.actor.updates), int(state.actor.skipped)) == (0, 1) and metrics["actor/skipped_updates"] == 1
 
 
 # Rows computed in parts
 
 
 @pytest.mark.parametrize(
-    "parts",
+    ("overrides", "parts"),
     [
-        {"actor__micro_batch_size": 4, "critic__micro_batch_size": 4, "trainer__score_micro_batch_size": 8},
-        {"actor__micro_batch_size": 2, "critic__micro_batch_size": 2, "model__scan_layers": False},
+        (GRPO, {"actor__micro_batch_size": 2, "trainer__score_micro_batch_size": 8}),
+        (PPO, {"actor__micro_batch_size": 4, "critic__micro_batch_size": 2, "model__scan_layers": False}),
     ],
-    ids=["micro", "micro-within-groups-and-unrolled"],
+    ids=["grpo", "ppo-and-unrolled"],
 )
-def test_micro_batches_and_unrolled_layers_give_the_same_update(parts: dict[str, Any]) -> None:
-    whole, split = program(**PPO), program(**PPO, **parts)
+def test_micro_batches_and_unrolled_layers_give_the_same_update(overrides: dict[str, Any], parts: Any) -> None:
+    """Micro-batches of whole groups, and of parts of them."""
+    whole, split = program(**overrides), program(**overrides, **parts)
     valid = np.arange(B) != 5
     _, expected_metrics, expected = learn(whole, sampled(), valid=valid)
     _, metrics, state = learn(split, sampled(), valid=valid, state=start(whole))
-    for role in ("actor", "critic"):
+    for role in ("actor", "critic") if whole.critic else ("actor",):
         before = getattr(start(whole), role).params
         moved = max(float(jnp.abs(a - b).max()) for a, b in both(before, getattr(expected, role).params))
         assert moved > 1e-3  # there is something to compare

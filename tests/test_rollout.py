@@ -40,6 +40,18 @@ def stop_ids(*ids: int, **kwargs: Any) -> StopRules:
     return no_stop_rules(tiny.VOCAB).replace(ids=jnp.array(ids, jnp.int32), **kwargs)
 
 
+@jax.jit
+def plain_logits(batch: Batch) -> Any:
+    """Logits [B, R, V] for each response token, from a plain causal pass over whole rows."""
+    rows = batch.regroup(1)
+    real = jnp.arange(rows.response_width)[None] < rows.response_length[:, None]
+    mask = jnp.concatenate([rows.prompt_mask, real], 1)
+    tokens = jnp.concatenate([rows.prompts, rows.responses], 1)
+    where = jnp.maximum(jnp.cumsum(mask, 1) - 1, 0)
+    hidden, _ = MODEL.forward(PARAMS, tokens, where, mask.astype(jnp.int32))
+    return MODEL.heads["logits"](PARAMS, hidden[:, rows.prompts.shape[1] - 1 : -1])
+
+
 def test_a_batch_is_well_formed() -> None:
     batch = roll()
     check_batch(batch, n=N, vocab_size=tiny.VOCAB)
@@ -50,7 +62,8 @@ def test_a_batch_is_well_formed() -> None:
 def test_log_probs_are_those_of_the_scorer() -> None:
     """What the cached, shared-prompt decoder says of its tokens, the plain forward pass over whole rows says too."""
     batch = roll(temperature=0.7)
-    stats = score_tokens(MODEL, PARAMS, batch, temperature=0.7, chunk_tokens=32)
+    stats = jax.jit(lambda b: score_tokens(MODEL, PARAMS, b, temperature=0.7, chunk_tokens=32))(batch)
+    assert batch.rollout_log_probs is not None
     np.testing.assert_allclose(batch.rollout_log_probs, stats.log_probs, atol=2e-5)
 
 
@@ -58,15 +71,9 @@ def test_log_probs_are_those_of_the_scorer() -> None:
 def test_a_shared_prompt_changes_nothing(n: int) -> None:
     """However many responses share the computation of their prompt: the same log-probs as from a plain causal pass."""
     batch = roll(stops=stop_ids(*range(20)))  # ragged
-    stats = score_tokens(MODEL, PARAMS, batch.regroup(n), temperature=1.0, chunk_tokens=32)
+    stats = jax.jit(lambda b: score_tokens(MODEL, PARAMS, b, temperature=1.0, chunk_tokens=32))(batch.regroup(n))
     rows = batch.regroup(1)
-    real = np.arange(WIDTH)[None] < np.asarray(rows.response_length)[:, None]
-    mask = jnp.concatenate([rows.prompt_mask, jnp.asarray(real)], 1)
-    tokens = jnp.concatenate([rows.prompts, rows.responses], 1)
-    where = jnp.maximum(jnp.cumsum(mask, 1) - 1, 0)
-    hidden, _ = MODEL.forward(PARAMS, tokens, where, mask.astype(jnp.int32))
-    logits = MODEL.heads["logits"](PARAMS, hidden[:, 5:-1])
-    plain = jnp.take_along_axis(jax.nn.log_softmax(logits), rows.responses[:, :, None], 2)[:, :, 0]
+    plain = jnp.take_along_axis(jax.nn.log_softmax(plain_logits(batch)), rows.responses[:, :, None], 2)[:, :, 0]
     np.testing.assert_allclose(stats.log_probs, jnp.where(rows.response_mask, plain, 0), atol=2e-5)
 
 
@@ -103,15 +110,7 @@ def test_contents_of_prompt_padding_do_not_matter() -> None:
 
 def test_greedy_is_the_argmax_of_the_plain_forward_pass() -> None:
     batch = roll(temperature=0.0, n=1)
-    rows = batch.regroup(1)
-    for row in range(4):
-        ids = [int(t) for t, m in zip(rows.prompts[row], rows.prompt_mask[row], strict=True) if m]
-        for expected in np.asarray(batch.responses[row]):
-            tokens = jnp.array([ids])
-            where = jnp.arange(len(ids))[None]
-            hidden, _ = MODEL.forward(PARAMS, tokens, where, jnp.ones_like(tokens))
-            assert int(MODEL.heads["logits"](PARAMS, hidden[0, -1]).argmax()) == expected
-            ids.append(int(expected))
+    np.testing.assert_array_equal(plain_logits(batch).argmax(-1), batch.responses)
 
 
 def test_temperature_one_samples_whatever_top_p_is() -> None:
@@ -129,6 +128,7 @@ def test_a_stop_id_ends_a_response_and_belongs_to_it() -> None:
         length = int(at[0]) + 1 if at.size else WIDTH
         assert batch.response_length[row] == length == batch.response_mask[row].sum()
         np.testing.assert_array_equal(batch.responses[row, :length], free[:length])
+        assert batch.rollout_log_probs is not None
         assert (batch.responses[row, length:] == 0).all() and (batch.rollout_log_probs[row, length:] == 0).all()
         assert batch.finish_reason[row] == (FINISH_STOP if at.size else FINISH_LENGTH)
 
@@ -188,11 +188,18 @@ def test_a_stop_string_is_found_across_token_borders() -> None:
 
 
 def test_stop_ids_are_arguments_not_constants() -> None:
-    before = _rollout._cache_size()
-    roll(stops=stop_ids(1, 2, 3))
-    middle = _rollout._cache_size()
-    roll(stops=stop_ids(4, 5, 6))
-    assert _rollout._cache_size() == middle >= before
+    """Other ids of the same number run in the program that is there: the function is not traced again."""
+    traced = []
+
+    @jax.jit
+    def sampled(stops: StopRules) -> Batch:
+        traced.append(1)
+        return rollout(MODEL, PARAMS, PROMPTS, KEY, n=1, width=4, sampling=Sampling(), stops=stops)
+
+    plain = np.asarray(sampled(stop_ids(-1, -1)).responses)
+    stopped = sampled(stop_ids(*plain[:2, 0].tolist()))
+    assert len(traced) == 1
+    assert (np.asarray(stopped.response_length)[:2] == 1).all()
 
 
 def test_appending_in_pieces_equals_appending_at_once() -> None:

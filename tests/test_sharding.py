@@ -27,7 +27,7 @@ from jaxrl_llm.sharding import AXES, BATCH_AXES, Layout, make_mesh
 from jaxrl_llm.steps.optimizer import make_optimizer
 from jaxrl_llm.types import Batch
 from tests import tiny
-from tests.on_devices import FLAGS, MESHES, STEPS
+from tests.on_devices import FLAGS, JOBS, MESHES, STEPS
 
 ROOT = Path(__file__).parents[1]
 
@@ -39,7 +39,7 @@ ROOT = Path(__file__).parents[1]
 def result(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], Any]]:
     """result(job): what tests/on_devices.py found. The jobs run beside each other, each in a process of its own."""
     folder, found, running = tmp_path_factory.mktemp("devices"), {}, {}
-    for job in ("replay", "train", "sample"):
+    for job in JOBS:
         own = {"XLA_FLAGS": FLAGS, "JAX_PLATFORMS": "cpu", "JAX_ENABLE_X64": str(job == "sample")}
         command = [sys.executable, "-W", "error", "-m", "tests.on_devices", job, str(folder / job)]
         with (folder / f"{job}.log").open("w") as log:
@@ -69,7 +69,7 @@ def assert_close(found: Any, expected: Any) -> None:
 @pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize("case", ["grpo", "ppo"])
 def test_the_recorded_tokens_of_a_run_give_the_same_run(result: Callable[[str], Any], case: str, mesh: str) -> None:
-    runs = result("replay")[case]
+    runs = result(case)
     for found, expected in zip(runs[mesh]["after"], runs["single"]["after"], strict=True):
         (state, metrics, batch), (single_state, single_metrics, single_batch) = found, expected
         np.testing.assert_array_equal(batch.responses, single_batch.responses)
@@ -81,7 +81,7 @@ def test_the_recorded_tokens_of_a_run_give_the_same_run(result: Callable[[str], 
 @pytest.mark.parametrize("case", ["grpo", "ppo"])
 def test_the_run_that_is_replayed_does_something(result: Callable[[str], Any], case: str) -> None:
     """Parameters move by much more than the tolerance, rows differ in length, every part of the loss is there."""
-    after = result("replay")[case]["single"]["after"]
+    after = result(case)["single"]["after"]
     assert len(after) == STEPS
     (first, _, _), (last, metrics, _) = after[0], after[-1]
     roles = [(first.actor, last.actor)] + ([(first.critic, last.critic)] if case == "ppo" else [])
@@ -109,18 +109,14 @@ def test_in_float64_every_mesh_samples_the_same_tokens(result: Callable[[str], A
 @pytest.mark.parametrize("mesh", MESHES)
 def test_a_device_does_its_share_of_the_work(result: Callable[[str], Any], mesh: str) -> None:
     """Scoring and updates, in micro-batches: an eighth, but for the optimizer's work on parameters that are whole."""
-    runs = result("replay")["ppo"]
+    runs = result("ppo")
     assert runs[mesh]["flops"] < 1.6 / 8 * runs["single"]["flops"]
 
 
 @pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize("case", ["grpo", "ppo"])
 def test_activations_stay_where_their_rows_are(result: Callable[[str], Any], case: str, mesh: str) -> None:
-    assert large(result("replay")[case][mesh]["gathers"]) == {}
-
-
-def large(gathers: dict[str, int]) -> dict[str, int]:
-    return gathers
+    assert result(case)[mesh]["gathers"] == {}
 
 
 # The trainer's compiled phases
@@ -134,6 +130,13 @@ def test_a_phase_does_its_share_of_the_work(result: Callable[[str], Any]) -> Non
     # Advantages are a few numbers per token, part of them global.
     assert ratios.pop("adv") < 8
     assert max(ratios.values()) < 1.6, ratios
+
+
+def test_no_phase_gathers_rows(result: Callable[[str], Any]) -> None:
+    gathers = {name: phase["gathers"] for name, phase in result("train")["phases"].items()}
+    # The sampler wants whole distributions, of which each `tensor` device has a part; of its own 8 rows of 32.
+    assert all(shape.startswith("f32[8,") for shape in gathers.pop("gen"))
+    assert not any(gathers.values()), gathers
 
 
 def test_the_state_stays_as_declared(result: Callable[[str], Any]) -> None:
@@ -289,19 +292,20 @@ def labelled(groups: int, n: int, width: int = 3) -> Batch:
     """A batch of which every number tells where it stood."""
     prompt, row = np.arange(groups, dtype=np.int32), np.arange(groups * n, dtype=np.int32)
     tokens = row[:, None] * width + np.arange(width, dtype=np.int32)
-    return Batch(
-        prompts=prompt[:, None] + np.zeros((1, 2), np.int32),
-        prompt_mask=np.ones((groups, 2), bool),
-        prompt_valid=prompt % 3 > 0,
-        record_arrays={"answer": 10 * prompt, "table": prompt[:, None, None] + np.zeros((1, 2, 2), np.int32)},
-        uid=100 + np.repeat(prompt, n),
-        responses=tokens,
-        response_mask=tokens % 2 == 0,
-        response_length=row,
-        rollout_log_probs=-tokens.astype(np.float32),
-        finish_reason=row % 2 + 1,
-        scores=np.stack([row, -row], 1).astype(np.float32),
-    )  # type: ignore[arg-type]
+    fields: dict[str, Any] = {
+        "prompts": prompt[:, None] + np.zeros((1, 2), np.int32),
+        "prompt_mask": np.ones((groups, 2), bool),
+        "prompt_valid": prompt % 3 > 0,
+        "record_arrays": {"answer": 10 * prompt, "table": prompt[:, None, None] + np.zeros((1, 2, 2), np.int32)},
+        "uid": 100 + np.repeat(prompt, n),
+        "responses": tokens,
+        "response_mask": tokens % 2 == 0,
+        "response_length": row,
+        "rollout_log_probs": -tokens.astype(np.float32),
+        "finish_reason": row % 2 + 1,
+        "scores": np.stack([row, -row], 1).astype(np.float32),
+    }
+    return Batch(**fields)
 
 
 def row_fields(batch: Batch) -> dict[str, Any]:

@@ -17,8 +17,10 @@ import pytest
 
 from jaxrl_llm.config import Config
 from jaxrl_llm.errors import RunAborted, UserError
+from jaxrl_llm.evaluation import response_texts
+from jaxrl_llm.steps.rollout import no_stop_rules
 from jaxrl_llm.trainer import Run, fit
-from jaxrl_llm.types import RunState
+from jaxrl_llm.types import FINISH_LENGTH, FINISH_STOP, Batch, RunState
 from jaxrl_llm.writers import read_jsonl
 from tests import tiny_folder
 
@@ -57,8 +59,8 @@ def compilations() -> Iterator[list[str]]:
     """The events of everything that is compiled, or read back compiled, as they come."""
     events: list[str] = []
 
-    def listen(event: str, duration: float, **_: Any) -> None:
-        del duration
+    def listen(event: str, duration_secs: float, **kwargs: Any) -> None:
+        del duration_secs, kwargs
         if event == COMPILED:
             events.append(event)
 
@@ -289,6 +291,12 @@ def tokens(rows: Rows, name: str) -> np.ndarray:
     return np.concatenate([np.array(row[name], np.float64) for row in rows])
 
 
+def text_of(ids: Sequence[int]) -> str:
+    text = tiny_folder.tokenizer().decode(ids, skip_special_tokens=True)
+    assert isinstance(text, str)
+    return text
+
+
 def check_summary(metrics: dict[str, float], name: str, values: np.ndarray) -> None:
     for statistic in ("mean", "max", "min"):
         expected = getattr(np, statistic)(values)
@@ -296,7 +304,6 @@ def check_summary(metrics: dict[str, float], name: str, values: np.ndarray) -> N
 
 
 def test_rows_of_a_rollout_are_what_their_tokens_say(either: Watched) -> None:
-    tokenizer = tiny_folder.tokenizer()
     endings = set()
     for step in (1, 2, 3, 4):
         rows = either.rollouts(step)
@@ -308,8 +315,8 @@ def test_rows_of_a_rollout_are_what_their_tokens_say(either: Watched) -> None:
             assert tiny_folder.EOS not in ids[:-1]
             assert row["finish_reason"] == ("stop" if ended else "length")
             assert ended or len(ids) == tiny_folder.WIDTH
-            assert row["response"] == tokenizer.decode(ids, skip_special_tokens=True)
-            content = tokenizer.decode(row["prompt_ids"])
+            assert row["response"] == text_of(ids)
+            content = text_of(row["prompt_ids"])
             assert row["prompt"] in content and content.endswith("assistant\n")
             endings.add((row["finish_reason"], len(ids)))
     assert ("length", tiny_folder.WIDTH) in endings and any(reason == "stop" for reason, _ in endings)
@@ -409,7 +416,7 @@ def test_rewards_of_every_kind_together(tmp_path: Path) -> None:
         reward__functions=tuple(f"tests.tiny_folder:{name}" for name in ("picky", "digits", "brief", "near_answer")),
         reward__weights=(2.0, 1.0, 0.5, 0.25),
         reward__data_sources=("", "words", "signs", "words"),
-        rollout__stop=("e", "33"),
+        rollout__stop=("e", "d", "33"),
         trainer__steps=3,
     )
     with fit(config, tmp_path) as run:
@@ -420,8 +427,8 @@ def test_rewards_of_every_kind_together(tmp_path: Path) -> None:
         rows = read_jsonl(tmp_path / "rollouts" / f"{line['step']}.jsonl")
         for row in rows:
             text, words = row["response"], row["prompt"].startswith("What")
-            whole = tiny_folder.tokenizer().decode(row["responses"], skip_special_tokens=True)
-            found = [at for at in (whole.find("e"), whole.find("33")) if at >= 0]
+            whole = text_of(row["responses"])
+            found = [at for at in map(whole.find, config.rollout.stop) if at >= 0]
             assert text == whole[: min(found, default=len(whole))]
             if found:  # the response ends with the token that completes the stop string, and the text before it
                 assert row["finish_reason"] == "stop" and len(whole) - min(found) in (1, 2)
@@ -455,13 +462,45 @@ def test_rewards_of_every_kind_together(tmp_path: Path) -> None:
         letters = [row["extras"]["digits/letters"] for row in rows if row["extras"]]
         if letters:
             np.testing.assert_allclose(line["reward_extra/digits/letters/mean"], np.mean(letters), rtol=1e-6)
-    assert failed > 3 and stopped > 3
+    assert failed > 3 and stopped > 3, (failed, stopped)
     assert any("digits/letters" in row["extras"] for row in samples)
     for line in (lines[0], lines[2], lines[3]):
         names = {name for name in line if name.startswith("val-")}
         assert {"val-core/words/reward/mean@1", "val-core/signs/reward/mean@1"} <= names
         assert {"val-aux/words/digits/letters/mean@1", "val-aux/words/near_answer/mean@1"} <= names
         assert {"val-aux/words/failed_ratio", "val-aux/signs/response_length/mean"} <= names
+
+
+def test_rewards_see_neither_stop_tokens_nor_special_ones() -> None:
+    """A stop token goes where it ended the response, and nowhere else; so do stop strings."""
+    ids = tiny_folder.VOCABULARY
+    cases = [  # own tokens, finish_reason, the text
+        ([tiny_folder.EOS], FINISH_STOP, ""),
+        ([ids["a"], tiny_folder.EOS], FINISH_STOP, "a"),
+        ([ids["a"], ids["?"]], FINISH_STOP, "a"),
+        ([ids["a"], ids["?"]], FINISH_LENGTH, "a?"),
+        ([ids["?"], ids["b"], ids["="], ids["="]], FINISH_STOP, "?b"),
+        ([0, ids["c"], ids["<unk>"]], FINISH_LENGTH, "c"),
+        ([], FINISH_LENGTH, ""),
+    ]
+    rows = len(cases)
+    responses, mask = np.full((rows, 4), ids["z"], np.int32), np.zeros((rows, 4), bool)
+    for row, (tokens, _, _) in enumerate(cases):
+        responses[row, : len(tokens)], mask[row, : len(tokens)] = tokens, True
+    batch = Batch(
+        prompts=jnp.zeros((rows, 1), jnp.int32),
+        prompt_mask=jnp.ones((rows, 1), bool),
+        prompt_valid=jnp.ones(rows, bool),
+        record_arrays={},
+        uid=jnp.arange(rows),
+        responses=jnp.asarray(responses),
+        response_mask=jnp.asarray(mask),
+        response_length=jnp.asarray(mask.sum(1)),
+        rollout_log_probs=None,
+        finish_reason=jnp.array([reason for _, reason, _ in cases]),
+    )
+    stops = no_stop_rules(48).replace(ids=jnp.array([tiny_folder.EOS, ids["?"]]))
+    assert response_texts(batch, tiny_folder.tokenizer(), stops, ("==",)) == [text for _, _, text in cases]
 
 
 def test_a_jax_reward_alone_that_scores_tokens(tmp_path: Path) -> None:

@@ -69,6 +69,7 @@ class PolicyLoss:
     options: Mapping[str, Any]  # keyword options and their defaults
     needs_whole_minibatch: bool = False  # it selects over the mini-batch, which therefore cannot be split
     draws: bool = False  # it takes a `key`
+    weighs: bool = True  # it takes `rollout_is_weights`
 
     def __call__(
         self,
@@ -78,12 +79,21 @@ class PolicyLoss:
         mask: Array,
         norm: Norm,
         *,
+        rollout_is_weights: Array | None = None,
         key: Array | None = None,
         **options: Any,
     ) -> LossAndMetrics:
-        """The loss under one calling convention; the key is passed on if the loss draws."""
-        drawn = {"key": key} if self.draws else {}
-        return self.fn(log_probs, old_log_probs, advantages, mask, norm, **drawn, **options)
+        """The loss under one calling convention; key and weights are passed on if the loss takes them.
+
+        Raises:
+          ValueError: there are weights, and the loss takes none.
+        """
+        if rollout_is_weights is not None and not self.weighs:
+            raise ValueError("this policy loss takes no rollout_is_weights")
+        taken = {"key": key} if self.draws else {}
+        if self.weighs:
+            taken["rollout_is_weights"] = rollout_is_weights
+        return self.fn(log_probs, old_log_probs, advantages, mask, norm, **taken, **options)
 
     @classmethod
     def of(cls, fn: Callable[..., LossAndMetrics], *, needs_whole_minibatch: bool = False) -> PolicyLoss:
@@ -94,7 +104,13 @@ class PolicyLoss:
         """
         keywords = {p.name: p.default for p in inspect.signature(fn).parameters.values() if p.kind is p.KEYWORD_ONLY}
         options = {k: v for k, v in keywords.items() if k not in ("key", "rollout_is_weights")}
-        return cls(fn=fn, options=options, needs_whole_minibatch=needs_whole_minibatch, draws="key" in keywords)
+        return cls(
+            fn=fn,
+            options=options,
+            needs_whole_minibatch=needs_whole_minibatch,
+            draws="key" in keywords,
+            weighs="rollout_is_weights" in keywords,
+        )
 
 
 def bypass_mode(

@@ -48,4 +48,5 @@ def resolve(name: str) -> Callable[..., Any]:
     bound = functools.partial(function, **arguments)
     if marked := getattr(function, "reward_form", None):
         bound.reward_form = marked  # type: ignore[attr-defined]
+        bound.record_arrays = getattr(function, "record_arrays", {})  # type: ignore[attr-defined]
     return bound

@@ -91,4 +91,6 @@ def _next_kl_coef(control: KLControl, coef: Array, current_kl: Array, mask: Arra
     if control.type == "fixed":
         return coef
     rows = mask.any(1).sum().astype(jnp.float32)
-    return adaptive_kl_update(coef, current_kl, target=control.target_kl, horizon=control.horizon, n_rows=rows)
+    moved = adaptive_kl_update(coef, current_kl, target=control.target_kl, horizon=control.horizon, n_rows=rows)
+    # One KL that is not finite must not stay in the coefficient for the rest of the run.
+    return jnp.where(jnp.isfinite(moved), moved, coef)

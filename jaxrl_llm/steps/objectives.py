@@ -5,14 +5,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from jaxrl_llm.algorithms.log_probs import kl_penalty
 from jaxrl_llm.algorithms.losses import Norm, aggregate, value_loss
-from jaxrl_llm.algorithms.masked import masked_max, masked_sum, safe_divide
+from jaxrl_llm.algorithms.masked import masked_max, masked_sum, safe_divide, zero_outside
 from jaxrl_llm.steps.scoring import score_tokens, score_values
 from jaxrl_llm.steps.update import LossFn, Metrics
 from jaxrl_llm.types import Array, Batch, Model, Params
@@ -73,7 +72,7 @@ def make_actor_loss(
         if kl_loss_coef is not None:
             rows.require("ref_log_prob", phase="update_actor")
             assert rows.ref_log_prob is not None
-            kl = agg(kl_penalty(new, rows.ref_log_prob, kl_loss_type), mask, norm=norm)
+            kl = agg(kl_penalty(*zero_outside(mask, new, rows.ref_log_prob), kl_loss_type), mask, norm=norm)
             loss = loss + kl_loss_coef * kl
             metrics["kl_loss"] = kl
         if first_and_only and rows.rollout_log_probs is not None:
@@ -99,9 +98,16 @@ def make_critic_loss(model: Model, *, cliprange_value: float, aggregation: str, 
         del key
         rows.require("values", "returns", "loss_mask", phase="update_critic")
         new = score_values(model, params, rows)
-        evidence: Any = (rows.values, rows.returns, rows.loss_mask)
+        assert rows.values is not None and rows.returns is not None and rows.loss_mask is not None
         loss, metrics = value_loss(
-            new, *evidence, norm, clip=cliprange_value, aggregation=aggregation, scale_factor=scale_factor
+            new,
+            rows.values,
+            rows.returns,
+            rows.loss_mask,
+            norm,
+            clip=cliprange_value,
+            aggregation=aggregation,
+            scale_factor=scale_factor,
         )
         return loss, {"vf_loss": loss, **metrics}
 

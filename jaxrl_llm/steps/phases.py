@@ -273,14 +273,10 @@ def _adv(
 def actor_loss(config: Config, actor: Model, layout: Layout) -> LossFn:
     """The actor's loss as configured."""
     a = config.actor
-    named, options = chosen_policy_loss(config)
-
-    def policy_loss(*evidence: Any, key: Array, **weights: Any) -> tuple[Array, Metrics]:
-        return named.fn(*evidence, **weights, **options, **({"key": key} if named.draws else {}))
-
+    policy_loss, options = chosen_policy_loss(config)
     return make_actor_loss(
         actor,
-        policy_loss,
+        partial(policy_loss, **options),
         aggregation=a.loss_agg_mode,
         scale_factor=a.loss_scale_factor,
         temperature=config.rollout.temperature,

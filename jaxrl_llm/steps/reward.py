@@ -59,5 +59,8 @@ def write_scores(
 def _call(reward_fn: JaxReward, batch: Batch, applies: Array) -> Array:
     """The function's scores, float32 [B] or [B, R]; 0 on rows that it does not apply to, and outside the mask."""
     rows = batch.regroup(1)
-    found = reward_fn(rows.responses, rows.response_mask, rows.record_arrays).astype(jnp.float32)
+    found = jnp.asarray(reward_fn(rows.responses, rows.response_mask, rows.record_arrays), jnp.float32)
+    if found.shape not in ((batch.num_rows,), batch.responses.shape):
+        shapes = f"[{batch.num_rows}] or {list(batch.responses.shape)}"
+        raise ValueError(f"reward {reward_fn!r}: expected scores of shape {shapes}, found {list(found.shape)}")
     return jnp.where(applies if found.ndim == 1 else rows.response_mask & applies[:, None], found, 0)

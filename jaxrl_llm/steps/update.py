@@ -52,8 +52,9 @@ def make_update(
       enter, leave: change the parameters' layout for the loss and the gradient's layout back (unstacked layers).
       constrain_rows: keeps rows spread over the mesh.
 
-    The update with a non-finite loss or gradient leaves parameters and optimizer state as they were, bit for bit, and
-    counts in `skipped`; the metrics tell: `grad_norm` (before clipping), `skipped_updates`.
+    An update with a non-finite loss or gradient, or without any token in the loss mask, leaves parameters and optimizer
+    state as they were, bit for bit. The former counts in `skipped`; metrics: `grad_norm` (before clipping),
+    `skipped_updates`.
     """
 
     def gradient(params: Params, batch: Batch, key: Array) -> tuple[Params, Array, Metrics]:
@@ -72,9 +73,9 @@ def make_update(
             return (jax.tree.map(jnp.add, sums, grads), loss_sum + loss, combine_metrics(metric_sum, metrics)), None
 
         first = jax.tree.map(lambda x: x[0], parts)
-        _, shapes = jax.eval_shape(loss_fn, params, first, norm, key)
+        loss_shape, shapes = jax.eval_shape(loss_fn, params, first, norm, key)
         sums = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.promote_types(p.dtype, jnp.float32)), params)
-        start = (sums, jnp.zeros((), norm.tokens.dtype), {name: _neutral(name, s) for name, s in shapes.items()})
+        start = (sums, jnp.zeros((), loss_shape.dtype), {name: _neutral(name, s) for name, s in shapes.items()})
         (grads, loss, metrics), _ = jax.lax.scan(accumulate, start, (jnp.arange(micro_batches), parts))
         return jax.tree.map(lambda g, p: g.astype(p.dtype), grads, params), loss, metrics
 
@@ -85,18 +86,21 @@ def make_update(
         grads = leave(grads)
         grad_norm = optax.tree.norm(grads)
         finite = jnp.isfinite(grad_norm) & jnp.isfinite(loss)
+        # Without any token there is nothing to learn, and yet old moments and weight decay would move the parameters.
+        assert batch.loss_mask is not None
+        applied = finite & batch.loss_mask.any()
         # Zeros instead of NaN, so that nothing non-finite is computed on the way to being thrown away.
         grads = jax.tree.map(lambda g: jnp.where(finite, g, 0), grads)
         changes, opt_state = optimizer.update(grads, state.opt_state, state.params)
         params = optax.apply_updates(state.params, changes)
 
         def keep(new: Any, old: Any) -> Any:
-            return jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, old)
+            return jax.tree.map(lambda a, b: jnp.where(applied, a, b), new, old)
 
         state = TrainState(
             params=keep(params, state.params),
             opt_state=keep(opt_state, state.opt_state),
-            updates=state.updates + finite,
+            updates=state.updates + applied,
             skipped=jnp.where(finite, 0, state.skipped + 1),
         )
         metrics = {"loss": loss, **metrics, "grad_norm": grad_norm, "skipped_updates": 1.0 - finite}
