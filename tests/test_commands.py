@@ -85,7 +85,8 @@ def test_train_names_a_folder_itself(
     command: Any, recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    ran = command(train.main, f"--config={recipe}", "--config.trainer.steps=1", "--config.eval.before=False")
+    task = ["--config.data.train=jaxrl_llm.tasks:addition(digits=1)", "--config.reward.functions=last_integer"]
+    ran = command(train.main, f"--config={recipe}", *task, "--config.trainer.steps=1", "--config.eval.before=False")
     assert ran.code == 0
     (folder,) = (tmp_path / "runs").iterdir()
     assert re.fullmatch(r"sums-\d{8}-\d{6}", folder.name) and (folder / "config.json").is_file()

@@ -446,5 +446,5 @@ def test_bypass_mode_is_checked() -> None:
     x = inputs()
     with pytest.raises(ValueError, match="'reinforced' is unknown; did you mean 'reinforce'"):
         POLICY_LOSSES["bypass_mode"](*x, Norm.of(x[3]), loss_type="reinforced")
-    with pytest.raises(ValueError, match="rollout_is_weights must be None"):
+    with pytest.raises(ValueError, match="'bypass_mode' takes no rollout_is_weights"):
         POLICY_LOSSES["bypass_mode"](*x, Norm.of(x[3]), rollout_is_weights=x[0])

@@ -6,8 +6,10 @@ The model is a random Llama with one token a character; its pad is its EOS. Func
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import functools
+import shutil
 import string
 import tempfile
 import time
@@ -57,8 +59,10 @@ WIDTH = 8  # of a response
 
 
 @functools.cache
-def _session() -> tempfile.TemporaryDirectory[str]:
-    return tempfile.TemporaryDirectory(prefix="tiny")
+def _session() -> Path:
+    path = Path(tempfile.mkdtemp(prefix="tiny"))
+    atexit.register(shutil.rmtree, path, ignore_errors=True)
+    return path
 
 
 @contextlib.contextmanager
@@ -66,7 +70,7 @@ def compile_once() -> Iterator[None]:
     """Compiles with little optimization, in half the time, and reads back what was compiled before in this session."""
     settings = {
         "jax_disable_most_optimizations": True,
-        "jax_compilation_cache_dir": str(Path(_session().name) / "programs"),
+        "jax_compilation_cache_dir": str(_session() / "programs"),
         "jax_persistent_cache_min_compile_time_secs": 0.0,
         "jax_persistent_cache_min_entry_size_bytes": -1,
     }
@@ -108,7 +112,7 @@ def folder(poisoned: bool = False) -> Path:
     params["embed"] = (10 * params["embed"]).at[EOS].multiply(2)
     if poisoned:
         params["final_norm"] = jnp.nan * params["final_norm"]
-    path = Path(_session().name) / ("poisoned" if poisoned else "model")
+    path = _session() / ("poisoned" if poisoned else "model")
     hf.save_params(path, params, LLAMA, generation={"eos_token_id": [EOS]})
     tokenizer().save_pretrained(str(path))
     return path

@@ -89,7 +89,7 @@ class PolicyLoss:
           ValueError: there are weights, and the loss takes none.
         """
         if rollout_is_weights is not None and not self.weighs:
-            raise ValueError("this policy loss takes no rollout_is_weights")
+            raise ValueError(f"policy loss {self.fn.__name__!r} takes no rollout_is_weights")
         taken = {"key": key} if self.draws else {}
         if self.weighs:
             taken["rollout_is_weights"] = rollout_is_weights
@@ -130,7 +130,6 @@ def bypass_mode(
     rollout_is_threshold: float | str = 2.0,
     rollout_rs: str | None = None,
     rollout_rs_threshold: float | str | None = None,
-    rollout_is_weights: None = None,
 ) -> LossAndMetrics:
     """For old log-probs that are the sampler's own: rejection and importance weights of new against old, every time.
 
@@ -141,10 +140,9 @@ def bypass_mode(
       loss_type: `ppo_clip` or `reinforce`.
       clip_ratio_low, clip_ratio_high, clip_ratio_c: of `ppo_clip`.
       rollout_is, rollout_is_threshold: of `reinforce`; these and the next as in `correction.rollout_correction`.
-      rollout_is_weights: None, since the loss makes its own.
 
     Raises:
-      ValueError: the loss type is unknown, or weights are given.
+      ValueError: the loss type is unknown.
 
     >>> new, old, mask = jnp.array([[-1.0, -1.0]]), jnp.array([[-1.0, -9.0]]), jnp.ones((1, 2), bool)
     >>> limits = {"rollout_rs": "token_k2", "rollout_rs_threshold": 1.0}
@@ -154,8 +152,6 @@ def bypass_mode(
     """
     if loss_type not in BYPASS_LOSSES:
         raise ValueError(f"bypass_mode loss_type {loss_type!r} is unknown; {nearest(loss_type, BYPASS_LOSSES)}")
-    if rollout_is_weights is not None:
-        raise ValueError("bypass_mode makes its own importance weights; rollout_is_weights must be None")
     correction = rollout_correction(
         log_probs,
         old_log_probs,
