@@ -18,7 +18,7 @@ import optax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jaxrl_llm.errors import UserError
-from jaxrl_llm.types import Array, Param, Prompts
+from jaxrl_llm.types import Array, Param
 
 AXES = ("data", "fsdp", "tensor")
 BATCH_AXES = ("data", "fsdp")
@@ -121,9 +121,6 @@ class Layout:
         """Host arrays, of which every process holds its own part, as arrays spread over the mesh along the leading
         axis."""
         return jax.tree.map(lambda x: jax.make_array_from_process_local_data(self.rows, np.asarray(x)), tree)
-
-    def put_prompts(self, prompts: Prompts) -> Prompts:
-        return self.put_rows(prompts)
 
 
 def abstract(declaration: Any) -> Any:

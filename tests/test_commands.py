@@ -19,7 +19,9 @@ RECIPE = """
 from tests import tiny_folder
 
 def get_config():
-    return tiny_folder.raw_config(logging__name="", trainer__steps=2, trainer__save_interval=1)
+    return tiny_folder.raw_config(
+        **tiny_folder.KL_LOSS, logging__name="", trainer__steps=2, trainer__save_interval=1
+    )
 """
 
 

@@ -27,8 +27,7 @@ from tests import tiny_folder
 GRPO = {
     "reward__functions": ("tests.tiny_folder:digits", "tests.tiny_folder:brief"),
     "reward__weights": (1.0, 0.5),
-    "actor__use_kl_loss": True,
-    "actor__kl_loss_coef": 0.05,
+    **tiny_folder.KL_LOSS,
 }
 PPO = {
     "algorithm__estimator": "gae",
@@ -413,6 +412,7 @@ def test_ppo_rewards_advantages_and_loss(ppo: Watched) -> None:
 def test_rewards_of_every_kind_together(tmp_path: Path) -> None:
     """Weights, routing by data_source, extras, failures, a JAX function beside text functions, and stop strings."""
     config = tiny_folder.config(
+        **tiny_folder.KL_LOSS,
         reward__functions=tuple(f"tests.tiny_folder:{name}" for name in ("picky", "digits", "brief", "near_answer")),
         reward__weights=(2.0, 1.0, 0.5, 0.25),
         reward__data_sources=("", "words", "signs", "words"),
@@ -505,7 +505,11 @@ def test_rewards_see_neither_stop_tokens_nor_special_ones() -> None:
 
 def test_a_jax_reward_alone_that_scores_tokens(tmp_path: Path) -> None:
     config = tiny_folder.config(
-        reward__functions=("tests.tiny_folder:even_tokens",), reward__weights=(0.5,), trainer__steps=2, eval__interval=0
+        **tiny_folder.KL_LOSS,
+        reward__functions=("tests.tiny_folder:even_tokens",),
+        reward__weights=(0.5,),
+        trainer__steps=2,
+        eval__interval=0,
     )
     with fit(config, tmp_path) as run:
         assert len(list(run)) == 2
@@ -587,7 +591,7 @@ def test_an_interrupted_update_leaves_a_whole_state(ppo: Watched) -> None:
 
 
 def test_a_reward_that_always_fails_ends_the_run(tmp_path: Path) -> None:
-    config = tiny_folder.config(**QUIET, reward__functions=("tests.tiny_folder:broken",))
+    config = tiny_folder.config(**tiny_folder.KL_LOSS, **QUIET, reward__functions=("tests.tiny_folder:broken",))
     with pytest.raises(RunAborted, match="step 1: the reward failed on every response") as caught:
         list(fit(config, tmp_path))
     assert "the scorer is down" in str(caught.value) and caught.value.exit_code == 3

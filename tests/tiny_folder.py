@@ -56,6 +56,8 @@ LLAMA = {
 }
 LONGEST = 31  # tokens of the longest prompt of `records`
 WIDTH = 8  # of a response
+# Configs that share this share most of their programs, and a session compiles a program once.
+KL_LOSS: dict[str, Any] = {"actor__use_kl_loss": True, "actor__kl_loss_coef": 0.05}
 
 
 @functools.cache
