@@ -100,7 +100,8 @@ def make_layout(config: Config) -> Layout:
     Raises:
       UserError: the mesh does not fit them, or a batch does not divide over it.
     """
-    return Layout(make_mesh(**check_devices(config, jax.device_count())))
+    sizes = check_devices(config, jax.device_count())
+    return Layout(make_mesh(data=sizes["data"], fsdp=sizes["fsdp"], tensor=sizes["tensor"]))
 
 
 def make_models(config: Config, inputs: Inputs, layout: Layout) -> tuple[Model, Model | None]:

@@ -32,7 +32,7 @@ RULES: dict[str, str | tuple[str, ...]] = {
 }  # any other logical axis ("layers", None) is not cut
 
 
-def make_mesh(*, data: int, fsdp: int, tensor: int, devices: Sequence[jax.Device] | None = None) -> Mesh:
+def make_mesh(*, data: int, fsdp: int, tensor: int, devices: Sequence[Any] | None = None) -> Mesh:
     """The mesh of `devices` (None: all of them), whose number is data · fsdp · tensor.
 
     Where a config may leave an axis open (−1), `config_rules.mesh_shape` decides on its size.

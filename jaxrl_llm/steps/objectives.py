@@ -72,7 +72,8 @@ def make_actor_loss(
         if kl_loss_coef is not None:
             rows.require("ref_log_prob", phase="update_actor")
             assert rows.ref_log_prob is not None
-            kl = agg(kl_penalty(*zero_outside(mask, new, rows.ref_log_prob), kl_loss_type), mask, norm=norm)
+            policy, reference = zero_outside(mask, new, rows.ref_log_prob)
+            kl = agg(kl_penalty(policy, reference, kl_loss_type), mask, norm=norm)
             loss = loss + kl_loss_coef * kl
             metrics["kl_loss"] = kl
         if first_and_only and rows.rollout_log_probs is not None:
