@@ -156,9 +156,11 @@ def test_affine_changes_of_the_reward(scores: Any, lengths: Any, factor: float, 
 @pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
 @pytest.mark.parametrize("name", GROUP)
 def test_equal_rewards_give_exactly_zero(name: str, dtype: str) -> None:
+    """In groups of three and seven, where the mean of equal numbers rounds away from them."""
+    lengths, uid = [5, 1, 3, 2, 2, 5, 4, 2, 1, 5], np.array([7, 7, 9, 9, 7, 9, 9, 9, 9, 9], np.int32)
     with jax.enable_x64(dtype == "float64"):
         for value in (0.0, 0.1, -1 / 3, 0.7, 1e-3, 12345.678 if dtype != "float16" else 123.4):
-            x = evidence(np.full(ROWS, value), [5, 1, 3, 2, 2, 5, 4, 2], dtype=dtype)
+            x = evidence(np.full(10, value), lengths, uid, dtype=dtype)
             advantages, _ = jitted(name)(x)
             assert not np.any(advantages) and advantages.dtype == dtype, value
 
