@@ -61,7 +61,8 @@ KL_LOSS: dict[str, Any] = {"actor__use_kl_loss": True, "actor__kl_loss_coef": 0.
 
 
 @functools.cache
-def _session() -> Path:
+def session_folder() -> Path:
+    """A folder that is there until the process ends."""
     path = Path(tempfile.mkdtemp(prefix="tiny"))
     atexit.register(shutil.rmtree, path, ignore_errors=True)
     return path
@@ -72,7 +73,7 @@ def compile_once() -> Iterator[None]:
     """Compiles with little optimization, in half the time, and reads back what was compiled before in this session."""
     settings = {
         "jax_disable_most_optimizations": True,
-        "jax_compilation_cache_dir": str(_session() / "programs"),
+        "jax_compilation_cache_dir": str(session_folder() / "programs"),
         "jax_persistent_cache_min_compile_time_secs": 0.0,
         "jax_persistent_cache_min_entry_size_bytes": -1,
     }
@@ -114,7 +115,7 @@ def folder(poisoned: bool = False) -> Path:
     params["embed"] = (10 * params["embed"]).at[EOS].multiply(2)
     if poisoned:
         params["final_norm"] = jnp.nan * params["final_norm"]
-    path = _session() / ("poisoned" if poisoned else "model")
+    path = session_folder() / ("poisoned" if poisoned else "model")
     hf.save_params(path, params, LLAMA, generation={"eos_token_id": [EOS]})
     tokenizer().save_pretrained(str(path))
     return path
