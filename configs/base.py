@@ -114,7 +114,7 @@ def _algorithm() -> dict:
         "gamma": 1.0,  # discount per token, in [0, 1]
         "lam": 1.0,  # lambda of GAE, in [0, 1]
         "scale": "group",  # divide group advantages by the standard deviation of: group | batch | none (Dr. GRPO)
-        "epsilon": 1e-6,  # added to that standard deviation
+        "epsilon": None,  # added to the estimator's denominator; None: its own (1e-6 to that standard deviation)
         "whiten_advantages": True,  # GAE: advantages to mean 0, variance 1 over the batch's tokens
         "estimator_kwargs": {},  # further arguments of the estimator
         "use_kl_in_reward": False,  # token rewards less kl_ctrl.kl_coef x KL(old policy, reference)
@@ -144,11 +144,12 @@ def _actor() -> dict:
         # vanilla (PPO's clipped ratio) | gspo | geo_mean | sapo | cispo | gpg | dppo_tv | dppo_kl | dro | clip_cov |
         # kl_cov, as listed in jaxrl_llm.algorithms.losses.POLICY_LOSSES, or module:function
         "policy_loss": "vanilla",
-        "clip_ratio": 0.2,  # the ratio new / old probability is clipped to [1 - low, 1 + high]
+        # None, in the next five: what the chosen loss has as its own; vanilla clips to 0.2 and 0.2 with c = 3.
+        "clip_ratio": None,  # the ratio new / old probability is clipped to [1 - low, 1 + high]
         "clip_ratio_low": None,  # None: clip_ratio
         "clip_ratio_high": None,  # None: clip_ratio
-        "clip_ratio_c": 3.0,  # dual clip: where the advantage is negative a token loses at most c x |advantage|; > 1
-        "loss_agg_mode": "token-mean",  # what the loss is divided by: see jaxrl_llm.config.Aggregation
+        "clip_ratio_c": None,  # dual clip: where the advantage is negative a token loses at most c x |advantage|; > 1
+        "loss_agg_mode": None,  # what the loss is divided by: see jaxrl_llm.config.Aggregation; vanilla's: token-mean
         "loss_scale_factor": None,  # denominator of seq-mean-token-sum-norm in tokens; None: rollout.response_length
         "loss_kwargs": {},  # further arguments of the policy loss
         "entropy_coeff": 0.0,  # of the entropy bonus

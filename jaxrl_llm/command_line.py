@@ -15,8 +15,8 @@ from typing import Any, NoReturn
 
 from ml_collections import ConfigDict
 
-from jaxrl_llm.config import Config, from_config_dict
-from jaxrl_llm.config_values import knobs, parse
+from jaxrl_llm.config import FOLLOWS, Config, from_config_dict, unresolve
+from jaxrl_llm.config_values import hint_of, parse
 from jaxrl_llm.errors import UserError, nearest
 
 
@@ -35,8 +35,11 @@ def load_config(path: str | Path, overrides: Mapping[str, Any] | Iterable[str] =
         pairs = list(overrides.items())
     else:
         texts = [override.partition("=") for override in overrides]
-        pairs = [(key, parse(text, knobs(Config).get(key, str))) for key, _, text in texts]
+        pairs = [(key, parse(text, hint_of(Config, key))) for key, _, text in texts]
     with raw.unlocked(), raw.ignore_type():
+        if Path(path).suffix == ".json":
+            for key in unresolve(raw.to_dict()):
+                _assign(raw, key, FOLLOWS[key][0])
         for key, value in pairs:
             _assign(raw, key, value)
     if isinstance(section := raw.get("logging"), ConfigDict) and section.get("name") == "":

@@ -110,7 +110,7 @@ class Algorithm:
     gamma: Fraction
     lam: Fraction
     scale: Literal["group", "batch", "none"]
-    epsilon: NotNegative
+    epsilon: NotNegative | None
     whiten_advantages: bool
     estimator_kwargs: dict[str, Any]
     use_kl_in_reward: bool
@@ -141,11 +141,11 @@ class Actor:
     epochs: Positive
     shuffle: bool
     policy_loss: str
-    clip_ratio: NotNegative
-    clip_ratio_low: NotNegative  # a None is resolved to clip_ratio, here and below
-    clip_ratio_high: NotNegative
-    clip_ratio_c: AboveOne
-    loss_agg_mode: Aggregation
+    clip_ratio: NotNegative | None  # None, here and below: the loss's own
+    clip_ratio_low: NotNegative | None  # a None is resolved to clip_ratio
+    clip_ratio_high: NotNegative | None
+    clip_ratio_c: AboveOne | None
+    loss_agg_mode: Aggregation | None
     loss_scale_factor: AboveZero  # a None is resolved to rollout.response_length
     loss_kwargs: dict[str, Any]
     entropy_coeff: float
@@ -235,6 +235,7 @@ need_critic = config_rules.need_critic
 need_reference = config_rules.need_reference
 chosen_estimator = config_rules.chosen_estimator
 chosen_policy_loss = config_rules.chosen_policy_loss
+loss_aggregation = config_rules.loss_aggregation
 check_devices = config_rules.check_devices
 notices = config_rules.notices
 
@@ -296,7 +297,10 @@ def resume_differences(old: Config, new: Config) -> tuple[list[str], list[str]]:
     for key in before:
         if before[key] != after[key]:
             line = f"config.{key}: was {before[key]!r}, now {after[key]!r}"
-            (allowed if key.startswith(RESUMABLE) else refused).append(line)
+            if key in ("trainer.steps", "trainer.epochs") and (schedule := config_rules.decays_over_the_run(old)):
+                refused.append(f"{line}; the schedule of config.{schedule} decays over the run (set its decay_steps)")
+            else:
+                (allowed if key.startswith(RESUMABLE) else refused).append(line)
     return allowed, refused
 
 
@@ -308,6 +312,21 @@ FOLLOWS: dict[str, tuple[int | None, str]] = {
     "actor.mini_batch_size": (0, "data.train_batch_size"),
     "critic.mini_batch_size": (0, "data.train_batch_size"),
 }
+
+
+def unresolve(plain: Mapping[str, Any]) -> list[str]:
+    """The keys of a resolved configuration whose values are those they would follow: unset again they follow still.
+
+    For a run's config.json that is changed afterwards: what was derived from a changed key must move with it.
+    """
+    found = []
+    for key, (_, source) in FOLLOWS.items():
+        (section, name), (source_section, source_name) = key.split("."), source.split(".")
+        values, origin = plain.get(section), plain.get(source_section)
+        if isinstance(values, Mapping) and isinstance(origin, Mapping):
+            same = name in values and source_name in origin and values[name] == origin[source_name]
+            found += [key] if same else []
+    return found
 
 
 def _resolve(plain: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:

@@ -37,6 +37,15 @@ def need_reference(config: Config) -> bool:
     return config.algorithm.use_kl_in_reward or config.actor.use_kl_loss
 
 
+def decays_over_the_run(config: Config) -> str:
+    """The optimizer whose learning rate depends on how long the run is; "" if none does."""
+    optimizers = {"optimizer": config.optimizer}
+    if need_critic(config):
+        optimizers["critic.optimizer"] = config.critic.optimizer
+    decaying = [name for name, o in optimizers.items() if o.schedule != "constant" and not o.decay_steps]
+    return decaying[0] if decaying else ""
+
+
 def broken_rules(config: Config) -> list[Broken]:
     """The rules that hold whatever devices there are; `check_devices` holds the others."""
     rules = (
@@ -67,6 +76,11 @@ def notices(config: Config) -> list[str]:
         found.append(
             "config.algorithm.use_kl_in_reward and config.actor.use_kl_loss are both True: the KL to the reference is "
             "charged twice, in the reward and in the loss"
+        )
+    if config.model.param_dtype == "bfloat16":
+        found.append(
+            "config.model.param_dtype = 'bfloat16': an update smaller than 1/256 of a parameter is rounded away, and "
+            "with it most of what a small learning rate does; float32 parameters with model.dtype = 'bfloat16' are safe"
         )
     return found
 
@@ -204,6 +218,11 @@ def _estimator(config: Config) -> Iterator[Broken]:
         yield Broken(
             (key,), "this estimator needs the score of a greedy response to each prompt, which no phase samples"
         )
+    if "scores" in entry.needs and config.algorithm.use_kl_in_reward:
+        keys = (key, "algorithm.use_kl_in_reward")
+        yield Broken(keys, "this estimator reads the scores and not the rewards; set actor.use_kl_loss instead")
+    if config.algorithm.epsilon is not None and "epsilon" not in entry.options:
+        yield Broken((key, "algorithm.epsilon"), "this estimator has no epsilon; leave it None")
     yield from _options(entry.options, options, (key, "algorithm.estimator_kwargs"))
 
 
@@ -214,6 +233,9 @@ def _loss(config: Config) -> Iterator[Broken]:
     except UserError as error:
         yield Broken((key,), str(error))
         return
+    for name in ("clip_ratio_low", "clip_ratio_high", "clip_ratio_c"):
+        if getattr(config.actor, name) is not None and name not in entry.options:
+            yield Broken((key, f"actor.{name}"), "this loss has no such bound; leave it None")
     yield from _options(entry.options, options, (key, "actor.loss_kwargs"))
     if config.algorithm.rollout_correction.rollout_is != "none" and not entry.weighs:
         keys = (key, "algorithm.rollout_correction.rollout_is")
@@ -291,8 +313,9 @@ def chosen_estimator(config: Config) -> tuple[Estimator, dict[str, Any]]:
         "scale": algorithm.scale,
         "epsilon": algorithm.epsilon,
         "whiten": algorithm.whiten_advantages,
+        "weights": config.reward.weights or None,
     }
-    return entry, {k: v for k, v in shared.items() if k in entry.options} | algorithm.estimator_kwargs
+    return entry, _taken(shared, entry.options) | algorithm.estimator_kwargs
 
 
 def chosen_policy_loss(config: Config) -> tuple[PolicyLoss, dict[str, Any]]:
@@ -312,7 +335,18 @@ def chosen_policy_loss(config: Config) -> tuple[PolicyLoss, dict[str, Any]]:
         "clip_ratio_high": actor.clip_ratio_high,
         "clip_ratio_c": actor.clip_ratio_c,
     }
-    return entry, {k: v for k, v in shared.items() if k in entry.options} | actor.loss_kwargs
+    return entry, _taken(shared, entry.options) | actor.loss_kwargs
+
+
+def loss_aggregation(config: Config) -> str:
+    """The aggregation of the actor's loss, entropy and KL: `actor.loss_agg_mode`, or the policy loss's own."""
+    entry, options = chosen_policy_loss(config)
+    return options.get("aggregation") or config.actor.loss_agg_mode or entry.options.get("aggregation") or "token-mean"
+
+
+def _taken(shared: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:
+    """Of the knobs that several functions share, those that are set and that this one has."""
+    return {name: value for name, value in shared.items() if name in options and value is not None}
 
 
 def _chosen(name: str, registry: Mapping[str, T], wrap: Callable[[Callable[..., Any]], T]) -> T:

@@ -12,6 +12,8 @@ from typing import Annotated, Any, Literal
 
 from jaxrl_llm.errors import nearest
 
+UNIONS = (types.UnionType, typing.Union)  # `int | str`, and what `Annotated[…] | None` is
+
 
 @dataclasses.dataclass(frozen=True)
 class Range:
@@ -19,6 +21,15 @@ class Range:
 
     text: str
     holds: Callable[[Any], bool]
+
+
+def hint_of(cls: Any, key: str) -> Any:
+    """The annotated type of a dotted key of `cls`; Any inside a dict, str where there is no such key."""
+    known = knobs(cls)
+    if key in known:
+        return known[key]
+    parents = (key.rsplit(".", i)[0] for i in range(1, key.count(".") + 1))
+    return Any if any(typing.get_origin(known.get(parent)) is dict for parent in parents) else str
 
 
 def knobs(cls: Any, prefix: str = "") -> dict[str, Any]:
@@ -103,8 +114,17 @@ def convert(value: Any, hint: Any) -> Any:
         if isinstance(value, str) and value in arguments:
             return value
         raise ValueError(f"must be one of {', '.join(arguments)}; found {value!r}")
-    if origin is types.UnionType:
-        for choice in arguments:
+    if origin in UNIONS:
+        choices = [choice for choice in arguments if choice is not types.NoneType]
+        if len(choices) < len(arguments):
+            if value is None:
+                return None
+            if len(choices) == 1:
+                try:
+                    return convert(value, choices[0])
+                except ValueError as error:
+                    raise ValueError(f"{error}; or None") from error
+        for choice in choices:
             try:
                 return convert(value, choice)
             except ValueError:
@@ -131,11 +151,16 @@ def parse(text: str, hint: Any) -> Any:
 
     >>> parse("3", int), parse("1e-3", float), parse("3", str), parse("('a', 'b')", tuple[str, ...])
     (3, 0.001, '3', ('a', 'b'))
+    >>> parse("None", float | None), parse("0.5", float | None), parse("False", Any), parse("some text", Any)
+    (None, 0.5, False, 'some text')
     """
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin is Annotated:
         return parse(text, arguments[0])
-    if hint is str or origin is Literal or (origin is types.UnionType and "_" in text):
+    if origin in UNIONS and types.NoneType in arguments:
+        (inner,) = (choice for choice in arguments if choice is not types.NoneType)
+        return None if text == "None" else parse(text, inner)
+    if hint is str or origin is Literal or (origin in UNIONS and "_" in text):
         return text  # "0.5_2", a pair of bounds, would read as the number 0.52
     if hint is bool:
         return {"true": True, "false": False}.get(text.lower(), text)
@@ -143,8 +168,10 @@ def parse(text: str, hint: Any) -> Any:
         return (text,) if text else ()
     try:
         value = ast.literal_eval(text)
-    except (ValueError, SyntaxError):
+    except (ValueError, SyntaxError, MemoryError, RecursionError):
         return text
+    if hint is Any:
+        return value
     return text if isinstance(value, bool) else value  # a ConfigDict would make 1.0 of True where a float stands
 
 
@@ -163,7 +190,7 @@ def _describe(hint: Any) -> str:
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin is Annotated:
         return f"{_describe(arguments[0])} {arguments[1].text}"
-    if origin is types.UnionType:
+    if origin in UNIONS:
         return " or ".join(map(_describe, arguments))
     if origin is tuple:
         example = {"str": '("a", "b")', "int": "(1, 2)"}.get(getattr(arguments[0], "__name__", ""), "(0.5, 0.5)")
@@ -175,7 +202,9 @@ def _describe(hint: Any) -> str:
 
 def _stand_in(hint: Any) -> Any:
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
-    if origin in (Annotated, types.UnionType):
+    if origin in UNIONS and types.NoneType in arguments:
+        return None
+    if origin is Annotated or origin in UNIONS:
         return _stand_in(arguments[0])
     if origin is Literal:
         return arguments[0]

@@ -15,6 +15,7 @@ import pytest
 
 from configs import base
 from jaxrl_llm import config as config_lib
+from jaxrl_llm.algorithms.losses import POLICY_LOSSES
 from jaxrl_llm.command_line import load_config, make_parser, parse_args
 from jaxrl_llm.config_values import flatten, knobs
 from jaxrl_llm.errors import UserError
@@ -213,14 +214,73 @@ def test_notices(recipe: Path):
     assert ["zero in expectation" in found[0], "charged twice" in found[1]] == [True, True]
 
 
+def test_unset_knobs_leave_each_function_its_own(recipe: Path):
+    for loss in POLICY_LOSSES:
+        _, options = config_lib.chosen_policy_loss(load_config(recipe, [f"actor.policy_loss={loss}"]))
+        assert options == {"scale_factor": 512.0}
+    for estimator in ("rloo", "grpo_passk", "optimal_token_baseline", "gdpo"):
+        _, options = config_lib.chosen_estimator(load_config(recipe, [f"algorithm.estimator={estimator}"]))
+        assert options == {}
+    gspo = load_config(recipe, ["actor.policy_loss=gspo"])
+    assert config_lib.loss_aggregation(gspo) == "seq-mean-token-mean"
+    assert config_lib.loss_aggregation(load_config(recipe)) == "token-mean"
+    mode = "actor.loss_agg_mode=token-sum"
+    assert config_lib.loss_aggregation(load_config(recipe, ["actor.policy_loss=gspo", mode])) == "token-sum"
+
+
+def test_a_knob_that_the_chosen_function_does_not_have_is_refused(recipe: Path):
+    text = errors_of(recipe, "actor.policy_loss=sapo", "actor.clip_ratio=0.1", "actor.clip_ratio_c=4")
+    assert text.count("this loss has no such bound") == 3
+    assert "no epsilon" in errors_of(recipe, "algorithm.estimator=rloo", "algorithm.epsilon=0.1")
+
+
+def test_gdpo_weighs_its_rewards_as_configured(recipe: Path):
+    gdpo = ["algorithm.estimator=gdpo", "reward.functions=('number', 'exact')", "reward.weights=(1.0, 0.5)"]
+    _, options = config_lib.chosen_estimator(load_config(recipe, gdpo))
+    assert options == {"weights": (1.0, 0.5)}
+    assert "set actor.use_kl_loss instead" in errors_of(recipe, *gdpo, "algorithm.use_kl_in_reward=true")
+
+
+def test_optional_numbers(recipe: Path):
+    assert load_config(recipe, ["actor.clip_ratio_c=None"]).actor.clip_ratio_c is None
+    assert load_config(recipe, ["actor.clip_ratio_c=4"]).actor.clip_ratio_c == 4.0
+    assert "must be above 1, found 0.5; or None" in errors_of(recipe, "actor.clip_ratio_c=0.5")
+    assert "must be a number; found 'x' (str); or None" in errors_of(recipe, "actor.clip_ratio_c=x")
+    assert load_config(recipe, ["actor.loss_agg_mode=None"]).actor.loss_agg_mode is None
+
+
+def test_a_key_inside_a_dict_is_read_as_python_writes_it(recipe: Path):
+    config = load_config(recipe, ["data.template_kwargs.enable_thinking=False", "data.template_kwargs.style=plain"])
+    assert config.data.template_kwargs == {"enable_thinking": False, "style": "plain"}
+
+
+def test_overrides_of_a_written_configuration_move_what_follows(recipe: Path, tmp_path: Path):
+    written = tmp_path / "config.json"
+    written.write_text(config_lib.to_json(load_config(recipe, ["actor.clip_ratio=0.3", "actor.clip_ratio_high=0.4"])))
+    config = load_config(written, ["actor.clip_ratio=0.1", "data.train_batch_size=16", "rollout.response_length=64"])
+    actor = config.actor
+    assert (actor.clip_ratio_low, actor.clip_ratio_high) == (0.1, 0.4)  # the latter was given, and is kept
+    assert (actor.mini_batch_size, config.critic.mini_batch_size, actor.loss_scale_factor) == (16, 16, 64.0)
+
+
+def test_another_length_is_refused_where_a_schedule_decays_over_the_run(recipe: Path):
+    for given in (["optimizer.schedule=linear"], ["algorithm.estimator=gae", "critic.optimizer.schedule=cosine"]):
+        old, new = load_config(recipe, given), load_config(recipe, [*given, "trainer.steps=7"])
+        allowed, refused = config_lib.resume_differences(old, new)
+        assert not allowed
+        assert "decays over the run" in refused[0]
+    given = ["optimizer.schedule=linear", "optimizer.decay_steps=50"]
+    old, new = load_config(recipe, given), load_config(recipe, [*given, "trainer.steps=7"])
+    assert config_lib.resume_differences(old, new)[1] == []
+
+
 def test_chosen_functions_take_their_options_from_the_config(recipe: Path):
     config = load_config(recipe, ["algorithm.scale=none", "algorithm.estimator_kwargs={'epsilon': 0.5}"])
     estimator, options = config_lib.chosen_estimator(config)
     assert estimator.fn.__name__ == "grpo"
     assert options == {"scale": "none", "epsilon": 0.5}
     _, options = config_lib.chosen_policy_loss(load_config(recipe, ["actor.clip_ratio_high=0.28"]))
-    assert options["clip_ratio_high"] == 0.28
-    assert options["aggregation"] == "token-mean"
+    assert options == {"clip_ratio_high": 0.28, "scale_factor": 512.0}
 
 
 def test_estimator_of_ones_own(recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -15,7 +15,7 @@ import optax
 from jaxrl_llm.algorithms.advantages import Estimator
 from jaxrl_llm.algorithms.log_probs import TokenStats
 from jaxrl_llm.config import Actor, Config, Critic, Optimizer, need_critic, need_reference
-from jaxrl_llm.config_rules import chosen_estimator, chosen_policy_loss
+from jaxrl_llm.config_rules import chosen_estimator, chosen_policy_loss, loss_aggregation
 from jaxrl_llm.metrics import data_metrics
 from jaxrl_llm.models.transformer import stack_layers, unstack_layers
 from jaxrl_llm.sharding import Layout
@@ -277,7 +277,7 @@ def actor_loss(config: Config, actor: Model, layout: Layout) -> LossFn:
     return make_actor_loss(
         actor,
         partial(policy_loss, **options),
-        aggregation=a.loss_agg_mode,
+        aggregation=loss_aggregation(config),
         scale_factor=a.loss_scale_factor,
         temperature=config.rollout.temperature,
         chunk_tokens=config.model.logprob_chunk * layout.batch_shards,
