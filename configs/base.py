@@ -185,7 +185,7 @@ def optimizer(lr: float) -> dict:
     return {
         "lr": lr,  # learning rate after the warm-up
         "schedule": "constant",  # after the warm-up: constant | linear | cosine
-        "warmup_steps": 0,  # updates in which the rate rises from 0
+        "warmup_steps": 0,  # updates in which the rate rises, the first with lr / warmup_steps
         "decay_steps": 0,  # updates until a decay ends, warm-up included; 0: the whole run
         "min_lr_ratio": 0.0,  # end of a decay, as a fraction of lr
         "b1": 0.9,  # decay of the first moment, in [0, 1)
@@ -208,7 +208,7 @@ def _trainer() -> dict:
     return {
         "steps": 100,  # steps of the run
         "epochs": 0,  # passes over the training data, instead of `steps`; 0: steps count
-        "log_interval": 1,  # steps between lines of progress (metrics.jsonl holds every step)
+        "log_interval": 1,  # steps between plain lines of progress (metrics.jsonl holds every step)
         "save_interval": 20,  # steps between checkpoints, and one at the end; 0: none at all
         "keep_checkpoints": 2,  # how many of the newest stay
         "max_skipped_updates": 5,  # non-finite updates in a row after which the run is aborted
@@ -227,7 +227,7 @@ def _eval() -> dict:
         "n": 1,  # responses per prompt; 1 when greedy
         "temperature": 0.0,  # 0: greedy
         "batch_size": 32,  # prompts at a time
-        "max_prompts": 0,  # of the held-out set, the first ones; 0: all
+        "max_prompts": 0,  # of each held-out source, the first ones; 0: all
     }
 
 

@@ -52,8 +52,9 @@ class _Parser(argparse.ArgumentParser):
         raise UserError(f"{message}\n{self.format_usage().strip()}")
 
 
-def make_parser(prog: str, description: str) -> argparse.ArgumentParser:
-    """A parser that knows --config and --workdir; a command adds its own flags before `parse_args`."""
+def make_parser(prog: str, description: str, *, workdir: bool = True) -> argparse.ArgumentParser:
+    """A parser that knows --config and, for a command that writes a run, --workdir; a command adds its own flags before
+    `parse_args`."""
     parser = _Parser(
         prog=f"python -m jaxrl_llm.{prog}",
         description=description,
@@ -61,7 +62,8 @@ def make_parser(prog: str, description: str) -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     parser.add_argument("--config", required=True, metavar="FILE", help="a recipe (.py) or a run's config.json")
-    parser.add_argument("--workdir", metavar="DIR", help="the run's folder (default: runs/NAME-TIME)")
+    if workdir:
+        parser.add_argument("--workdir", metavar="DIR", help="the run's folder (default: runs/NAME-TIME)")
     return parser
 
 
@@ -89,7 +91,7 @@ def parse_args(parser: argparse.ArgumentParser, argv: Sequence[str]) -> tuple[Co
     if problems:
         raise UserError("\n  ".join(["wrong arguments:", *problems, parser.format_usage().strip()]))
     config = load_config(args.config, overrides)
-    if args.workdir is None:
+    if getattr(args, "workdir", "") is None:
         args.workdir = os.path.join("runs", f"{config.logging.name}-{time.strftime('%Y%m%d-%H%M%S')}")
     return config, args
 

@@ -15,11 +15,11 @@ import numpy as np
 
 from jaxrl_llm.checkpoint import abstract
 from jaxrl_llm.sharding import Layout
-from jaxrl_llm.steps.phases import Program, Updates, gen
+from jaxrl_llm.steps.phases import Program, Training, gen
 from jaxrl_llm.steps.reward import JaxReward, write_scores
 from jaxrl_llm.steps.rollout import StopRules
 from jaxrl_llm.steps.sampling import Sampling
-from jaxrl_llm.steps.step import ACTOR, CRITIC, EVAL, GEN, step_key, update_phase_keys
+from jaxrl_llm.steps.step import ACTOR, CRITIC, EVAL, GEN, GEN_MAX, step_key, update_phase_keys
 from jaxrl_llm.types import Array, Batch, Params, Prompts, RunState
 
 Report = Callable[[str], None]
@@ -53,7 +53,7 @@ class Compiled:
 
 
 @dataclasses.dataclass(frozen=True)
-class CompiledUpdates:
+class CompiledTraining:
     """The mini-batch updates of one role."""
 
     update: Compiled  # (state, batch, step, index) -> (state, metrics)
@@ -66,13 +66,15 @@ class CompiledStep:
 
     update_weights: Compiled  # (params) -> view
     gen: Compiled  # (view, prompts, stops, step) -> batch
-    reward: Compiled  # (batch, scores [B, K], row_valid [B]) -> batch
+    gen_max: Compiled | None  # (view, prompts, stops, step) -> batch of one greedy response a prompt
+    reward_max: Compiled | None  # `reward` of that batch
+    reward: Compiled  # (batch, scores [B, K], row_valid [B], greedy batch or None) -> batch
     old_log_prob: Compiled | None  # (params, batch) -> batch
     ref: Compiled | None  # (params, batch) -> batch
     values: Compiled | None  # (params, batch) -> batch
     adv: Compiled  # (batch, kl_coef) -> (batch, kl_coef, metrics)
-    update_critic: CompiledUpdates | None
-    update_actor: CompiledUpdates
+    update_critic: CompiledTraining | None
+    update_actor: CompiledTraining
 
 
 def compile_step(
@@ -99,8 +101,14 @@ def compile_step(
     def compiled(name: str, fn: Callable[..., Any], *args: Any, **options: Any) -> Compiled:
         return Compiled(name, fn, *args, report=report, **options)
 
-    def sample(view: Params, prompts: Prompts, stops: StopRules, step: Array) -> Batch:
-        return program.gen(view, prompts, jax.random.fold_in(step_key(seed, step), GEN), stops)
+    def sampler(name: str, gen: Callable[..., Batch], consumer: int) -> Compiled:
+        def sample(view: Params, prompts: Prompts, stops: StopRules, step: Array) -> Batch:
+            return gen(view, prompts, jax.random.fold_in(step_key(seed, step), consumer), stops)
+
+        return compiled(name, sample, update_weights.out, prompts, program.stops, SCALAR, out_shardings=rows)
+
+    def reward_of(batch: Batch, greedy: Batch | None) -> Compiled:
+        return compile_reward(layout, batch, greedy, weights=weights, jax_rewards=jax_rewards, report=report)
 
     def score(name: str, fn: Callable[..., Batch] | None, params: Any, batch: Batch) -> tuple[Compiled | None, Batch]:
         if fn is None:
@@ -108,22 +116,24 @@ def compile_step(
         made = compiled(name, fn, params, batch, out_shardings=rows)
         return made, made.out
 
-    def updates(role: str, updates: Updates, train_state: Any, batch: Batch, consumer: int) -> CompiledUpdates:
+    def train(role: str, training: Training, train_state: Any, batch: Batch, consumer: int) -> CompiledTraining:
         def update(train_state: Any, batch: Batch, step: Array, index: Array) -> Any:
             order_key, update_key = update_phase_keys(jax.random.fold_in(step_key(seed, step), consumer))
-            prompts = updates.order(order_key)[index]
-            return updates.update(train_state, batch.select(prompts), jax.random.fold_in(update_key, index))
+            prompts = training.order(order_key)[index]
+            return training.update(train_state, batch.select(prompts), jax.random.fold_in(update_key, index))
 
         # The new state lies where the old one lay, and takes over its buffers.
         shardings = (jax.tree.map(lambda x: x.sharding, train_state), whole)
         made = compiled(
             f"update_{role}", update, train_state, batch, SCALAR, SCALAR, donate=(0,), out_shardings=shardings
         )
-        return CompiledUpdates(update=made, count=updates.per_step)
+        return CompiledTraining(update=made, count=training.count)
 
     update_weights = compiled("update_weights", program.update_weights, state.actor.params)
-    gen_ = compiled("gen", sample, update_weights.out, prompts, program.stops, SCALAR, out_shardings=rows)
-    reward = compile_reward(layout, gen_.out, weights=weights, jax_rewards=jax_rewards, report=report)
+    gen = sampler("gen", program.gen, GEN)
+    gen_max = sampler("gen_max", program.gen_max, GEN_MAX) if program.gen_max else None
+    reward_max = reward_of(gen_max.out, None) if gen_max else None
+    reward = reward_of(gen.out, reward_max.out if reward_max else None)
     batch = reward.out
     old_log_prob, batch = score("old_log_prob", program.old_log_prob, state.actor.params, batch)
     ref, batch = score("ref", program.ref, state.reference, batch)
@@ -132,29 +142,37 @@ def compile_step(
     batch = adv.out[0]
     return CompiledStep(
         update_weights=update_weights,
-        gen=gen_,
+        gen=gen,
+        gen_max=gen_max,
+        reward_max=reward_max,
         reward=reward,
         old_log_prob=old_log_prob,
         ref=ref,
         values=values,
         adv=adv,
-        update_critic=updates("critic", program.critic, state.critic, batch, CRITIC) if program.critic else None,
-        update_actor=updates("actor", program.actor, state.actor, batch, ACTOR),
+        update_critic=train("critic", program.critic, state.critic, batch, CRITIC) if program.critic else None,
+        update_actor=train("actor", program.actor, state.actor, batch, ACTOR),
     )
 
 
 def compile_reward(
-    layout: Layout, batch: Batch, *, weights: tuple[float, ...], jax_rewards: Mapping[int, JaxReward], report: Report
+    layout: Layout,
+    batch: Batch,
+    greedy: Batch | None = None,
+    *,
+    weights: tuple[float, ...],
+    jax_rewards: Mapping[int, JaxReward],
+    report: Report,
 ) -> Compiled:
-    """(batch, scores, row_valid) -> batch"""
+    """(batch, scores float32 [B, K], row_valid bool [B], greedy) -> batch: `write_scores` for batches like these."""
     rows = batch.num_rows
     scores = jax.ShapeDtypeStruct((rows, len(weights)), np.float32, sharding=layout.rows)
     valid = jax.ShapeDtypeStruct((rows,), np.bool_, sharding=layout.rows)
 
-    def reward(batch: Batch, scores: Array, row_valid: Array) -> Batch:
-        return write_scores(batch, scores, row_valid, weights=weights, jax_rewards=jax_rewards)
+    def reward(batch: Batch, scores: Array, row_valid: Array, greedy: Batch | None) -> Batch:
+        return write_scores(batch, scores, row_valid, weights=weights, jax_rewards=jax_rewards, greedy=greedy)
 
-    return Compiled("reward", reward, batch, scores, valid, report=report, out_shardings=layout.rows)
+    return Compiled("reward", reward, batch, scores, valid, greedy, report=report, out_shardings=layout.rows)
 
 
 def compile_sampler(
@@ -165,7 +183,7 @@ def compile_sampler(
 
     def sample(view: Params, prompts: Prompts, stops: StopRules, step: Array) -> Batch:
         key = jax.random.fold_in(step_key(seed, step), EVAL)
-        return gen(program.actor_model, program.layout, n, width, sampling, view, prompts, key, stops)
+        return gen(program.actor_model, program.layout, view, prompts, key, stops, n=n, width=width, sampling=sampling)
 
     rows = program.layout.rows
     return Compiled(name, sample, view, prompts, program.stops, SCALAR, report=report, out_shardings=rows)

@@ -214,10 +214,6 @@ def _estimator(config: Config) -> Iterator[Broken]:
         yield Broken((key, "rollout.n"), "a group estimator compares responses to one prompt: n must be at least 2")
     if "values" in entry.needs and not need_critic(config):
         yield Broken((key, "critic.enable"), "this estimator needs values, so it needs a critic")
-    if "reward_baselines" in entry.needs:
-        yield Broken(
-            (key,), "this estimator needs the score of a greedy response to each prompt, which no phase samples"
-        )
     if "scores" in entry.needs and config.algorithm.use_kl_in_reward:
         keys = (key, "algorithm.use_kl_in_reward")
         yield Broken(keys, "this estimator reads the scores and not the rewards; set actor.use_kl_loss instead")

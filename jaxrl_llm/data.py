@@ -54,7 +54,7 @@ class PromptData:
       too_long: "error", or "drop" (counted in `dropped`) for prompts of more than P tokens.
       source_kwargs: see `sources.open_source`.
       record_arrays: name -> what of each record becomes an array, int32, float32 or bool [G, …], for JAX rewards.
-      limit: only so many records, the first ones; 0: all.
+      limit: only so many records of each source, the first ones; 0: all.
 
     Raises:
       UserError: naming the record's place for whatever is wrong with it.
@@ -94,8 +94,7 @@ class PromptData:
         self._prompt_length, self._response_length = prompt_length, response_length
         pad = tokenizer.pad_token_id
         self._pad = pad if isinstance(pad, int) else 0  # masks say where padding is, so any id will do
-        self._places = [(s, i) for s, source in enumerate(self._sources) for i in range(len(source))]
-        self._places = self._places[: limit or None]
+        self._places = [(s, i) for s, source in enumerate(self._sources) for i in range(len(source))[: limit or None]]
 
         def tokenize(place: tuple[int, int]) -> np.ndarray:
             ids = render_prompt(
@@ -116,7 +115,7 @@ class PromptData:
         self._record_arrays = {name: self._extract(name, get) for name, get in (record_arrays or {}).items()}
         counts = [sum(s == source for s, _ in self._places) for source in range(len(specs))]
         for spec, source, count in zip(specs, self._sources, counts, strict=True):
-            if not count and not (limit and len(source)):
+            if not count:
                 reason = f"all {len(source)} are longer than {prompt_length} tokens" if len(source) else "it is empty"
                 raise UserError(f"{spec!s:.80}: no prompts to draw; {reason}")
         self._order = _order(counts, weights, seed=seed, shuffle=shuffle)

@@ -23,7 +23,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """The exit code: 0 done, 2 user error, 4 storage."""
     argv = list(sys.argv[1:] if argv is None else argv)
     try:
-        parser = make_parser("evaluate", "Held-out accuracy, greedy and sampled, with a 95% interval.")
+        parser = make_parser("evaluate", "Held-out accuracy, greedy and sampled, with a 95% interval.", workdir=False)
         parser.add_argument(
             "--run", metavar="DIR", help="a run's folder: its newest checkpoint, and its config if none is given"
         )
@@ -68,6 +68,7 @@ def evaluate(config: Config, *, run: str | None = None, samples: int = 4) -> dic
     from jaxrl_llm.sharding import abstract as declared
     from jaxrl_llm.steps.phases import train_sampling
     from jaxrl_llm.steps.sampling import Sampling
+    from jaxrl_llm.steps.step import init_key
 
     def report(text: str) -> None:
         print(text, file=sys.stderr, flush=True)
@@ -77,7 +78,7 @@ def evaluate(config: Config, *, run: str | None = None, samples: int = 4) -> dic
     program = build_program(config, inputs, layout, total_steps=1)
     step = 0
     if run is None:
-        params = load_model_params(inputs.folder, program.actor_model, layout, config.seed)
+        params = load_model_params(inputs.folder, program.actor_model, layout, init_key(config.seed, 0))
     else:
         declaration = program.actor_model.declare()
         shapes = jax.tree.map(

@@ -26,14 +26,16 @@ def response_texts(
     batch: Batch, tokenizer: PreTrainedTokenizerFast, stops: StopRules, stop: Sequence[str]
 ) -> list[str]:
     """The responses [B] as rewards see them: their own tokens but special ones, cut before a stop token or string."""
-    host = jax.device_get((batch.responses, batch.response_mask, batch.finish_reason, stops.ids))
-    responses, mask, reasons, stop_ids = (np.asarray(x) for x in host)
+    host = jax.device_get((batch.responses, batch.response_mask, batch.finish_reason, stops.ids, stops.min_new_tokens))
+    responses, mask, reasons, stop_ids, least = (np.asarray(x) for x in host)
     texts = []
     for ids, own, reason in zip(responses, mask, reasons, strict=True):
         tokens = ids[own].tolist()
         if reason == FINISH_STOP and tokens[-1] in stop_ids:
             tokens.pop()
-        texts.append(cut_at_stop(decode_response(tokenizer, tokens), stop))
+        # A stop string that was complete before it could end the response is part of it.
+        held = decode_response(tokenizer, tokens[: max(least - 1, 0)])
+        texts.append(cut_at_stop(decode_response(tokenizer, tokens), stop, after=len(held)))
     return texts
 
 
@@ -74,9 +76,9 @@ class Evaluator:
             batch = self.sample(view, self.layout.put_rows(given.prompts), self.stops, np.int32(step))
             texts = response_texts(batch, self.tokenizer, self.stops, self.stop)
             scored = score_texts(self.rewards, given, texts)
-            batch = self.reward(batch, *self.layout.put_rows((scored.scores, scored.valid)))
-            scores, valid, lengths, reasons = jax.device_get(
-                (batch.scores, batch.row_valid, batch.response_length, batch.finish_reason)
+            batch = self.reward(batch, *self.layout.put_rows((scored.scores, scored.valid)), None)
+            scores, scored_by, valid, lengths, reasons = jax.device_get(
+                (batch.scores, batch.scores_mask, batch.row_valid, batch.response_length, batch.finish_reason)
             )
             n = batch.n
             for row in range(int(np.asarray(given.prompts.prompt_valid).sum()) * n):
@@ -85,7 +87,11 @@ class Evaluator:
                     "prompt": given.texts[row // n],
                     "response": texts[row],
                     "score": float(scores[row] @ weights) if valid[row] else None,
-                    "scores": dict(zip(self.rewards.names, scores[row].tolist(), strict=True)),
+                    "scores": {
+                        name: float(score)
+                        for name, score, own in zip(self.rewards.names, scores[row], scored_by[row], strict=True)
+                        if own
+                    },
                     "extras": scored.extras[row],
                     "length": int(lengths[row]),
                     "finish_reason": {1: "stop", 2: "length"}[int(reasons[row])],
@@ -116,12 +122,18 @@ def evaluation_metrics(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
         n = len(own) // problems
         metrics[f"val-aux/{source}/problems"] = float(problems)
         metrics[f"val-core/{source}/reward/mean@{n}"] = _mean([row["score"] or 0.0 for row in own])
-        if len(own[0]["scores"]) > 1:
-            for name in own[0]["scores"]:
-                metrics[f"val-aux/{source}/{name}/mean@{n}"] = _mean([row["scores"][name] for row in own])
-        extras = {name for row in own for name, value in row["extras"].items() if isinstance(value, bool | int | float)}
-        for name in sorted(extras):
-            metrics[f"val-aux/{source}/{name}/mean@{n}"] = _mean([row["extras"].get(name, 0) for row in own])
+        functions = list(dict.fromkeys(name for row in own for name in row["scores"]))
+        for name in functions if len(functions) > 1 else ():
+            metrics[f"val-aux/{source}/{name}/mean@{n}"] = _mean(
+                [row["scores"][name] for row in own if name in row["scores"]]
+            )
+        extras: dict[str, list[float]] = {}
+        for row in own:
+            for name, value in row["extras"].items():
+                if isinstance(value, bool | int | float) and math.isfinite(value):
+                    extras.setdefault(name, []).append(float(value))
+        for name, values in sorted(extras.items()):
+            metrics[f"val-aux/{source}/{name}/mean@{n}"] = _mean(values)
         metrics[f"val-aux/{source}/response_length/mean"] = _mean([row["length"] for row in own])
         metrics[f"val-aux/{source}/truncated_ratio"] = _mean([row["finish_reason"] == "length" for row in own])
         metrics[f"val-aux/{source}/failed_ratio"] = _mean([row["score"] is None for row in own])

@@ -20,10 +20,11 @@ from jaxrl_llm.models.families import transformer_config
 from jaxrl_llm.models.transformer import make_transformer
 from jaxrl_llm.rewards import RewardSet, make_rewards
 from jaxrl_llm.sharding import Layout, abstract, make_mesh
-from jaxrl_llm.steps.phases import Program, Updates, make_program
+from jaxrl_llm.steps.phases import Program, Training, make_program
 from jaxrl_llm.steps.rollout import StopRules
+from jaxrl_llm.steps.step import init_key
 from jaxrl_llm.tokenizer import load_tokenizer, stop_automaton, token_bytes
-from jaxrl_llm.types import Model, Params, RunState, TrainState
+from jaxrl_llm.types import Array, Model, Params, RunState, TrainState
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -147,8 +148,12 @@ def _folder(path: str, inputs: Inputs) -> Path:
     return hf.find_folder(path) if path else inputs.folder
 
 
-def load_model_params(folder: Path, model: Model, layout: Layout, seed: int) -> Params:
-    """A folder's parameters, put on the mesh leaf by leaf; a value head starts from the seed."""
+def load_model_params(folder: Path, model: Model, layout: Layout, key: Array) -> Params:
+    """A folder's parameters, put on the mesh leaf by leaf; a value head, which no folder has, starts from the key.
+
+    Raises:
+      UserError: naming the tensors that are missing, unknown or of another shape.
+    """
     declaration = model.declare()
     shardings = {
         jax.tree_util.keystr(path, simple=True, separator="/"): sharding
@@ -158,7 +163,7 @@ def load_model_params(folder: Path, model: Model, layout: Layout, seed: int) -> 
     def place(path: str, array: np.ndarray) -> Any:
         return jax.device_put(array, shardings[path])
 
-    return hf.load_params(folder, declaration, place=place, key=jax.random.key(seed))
+    return hf.load_params(folder, declaration, place=place, key=key)
 
 
 def build_program(config: Config, inputs: Inputs, layout: Layout, total_steps: int) -> Program:
@@ -180,12 +185,13 @@ def build_program(config: Config, inputs: Inputs, layout: Layout, total_steps: i
 def initial_state(program: Program, inputs: Inputs) -> RunState:
     """The state before the first step: every role's parameters from its folder, on the mesh."""
     config, layout = program.config, program.layout
-    actor = load_model_params(inputs.folder, program.actor_model, layout, config.seed)
+    keys = [init_key(config.seed, role) for role in range(3)]
+    actor = load_model_params(inputs.folder, program.actor_model, layout, keys[0])
     critic, reference = None, None
     if program.critic_model is not None:
-        critic = load_model_params(_folder(config.critic.path, inputs), program.critic_model, layout, config.seed)
+        critic = load_model_params(_folder(config.critic.path, inputs), program.critic_model, layout, keys[1])
     if need_reference(config) and config.reference.path:
-        reference = load_model_params(hf.find_folder(config.reference.path), program.actor_model, layout, config.seed)
+        reference = load_model_params(hf.find_folder(config.reference.path), program.actor_model, layout, keys[2])
     # Not donated: a leaf that is only passed on would then be handed back as the very same buffer, twice owned.
     return jax.jit(program.init, out_shardings=state_shardings(program))(actor, critic, reference)
 
@@ -195,9 +201,9 @@ def state_shardings(program: Program) -> RunState:
     layout = program.layout
     whole: Any = layout.replicated  # a sharding stands where the state has an array
 
-    def trained(updates: Updates, model: Model) -> TrainState:
+    def trained(training: Training, model: Model) -> TrainState:
         declaration = model.declare()
-        moments = layout.optimizer(updates.optimizer, declaration)
+        moments = layout.optimizer(training.optimizer, declaration)
         return TrainState(params=layout.params(declaration), opt_state=moments, updates=whole, skipped=whole)
 
     return RunState(

@@ -38,11 +38,11 @@ def data_metrics(batch: Batch, *, use_critic: bool, reward_names: Sequence[str] 
       use_critic: whether values are described as well.
       reward_names: one for each column of `scores`.
     """
-    batch.require("scores", "row_valid", "token_level_scores", phase="metrics")
-    batch.require("token_level_rewards", "advantages", "returns", phase="metrics")
+    batch.require("scores", "scores_mask", "row_valid", "token_level_scores", phase="metrics")
+    batch.require("token_level_rewards", "loss_mask", "advantages", "returns", phase="metrics")
     if use_critic:
         batch.require("values", phase="metrics")
-    valid, scores = _given(batch.row_valid), _given(batch.scores)
+    valid, scores, scored = _given(batch.row_valid), _given(batch.scores), _given(batch.scores_mask)
     mask = batch.response_mask & valid[:, None]
     prompt_length = jnp.repeat(batch.prompt_mask.sum(-1, dtype=jnp.int32), batch.n)
     computed = jnp.repeat(batch.prompt_valid, batch.n)  # rows that cost something, whatever became of their reward
@@ -60,12 +60,15 @@ def data_metrics(batch: Batch, *, use_critic: bool, reward_names: Sequence[str] 
     row_scores = masked_sum(_given(batch.token_level_scores), mask, axis=-1)
     metrics |= group_metrics(row_scores.reshape(-1, batch.n), valid.reshape(-1, batch.n))
     for k, name in enumerate(reward_names):
-        metrics[f"rewards/{name}/mean"] = masked_mean(scores[:, k], valid)
-        metrics[f"rewards/{name}/std"] = jnp.sqrt(masked_var(scores[:, k], valid))
+        own = valid & scored[:, k]  # the rows that this function scores
+        metrics[f"rewards/{name}/mean"] = masked_mean(scores[:, k], own)
+        metrics[f"rewards/{name}/std"] = jnp.sqrt(masked_var(scores[:, k], own))
+    # Over the tokens that are learned from, as when the update measures them itself.
+    learned = _given(batch.loss_mask)
     if batch.entropys is not None:
-        metrics["actor/entropy"] = masked_mean(batch.entropys, mask)
+        metrics["actor/entropy"] = masked_mean(batch.entropys, learned)
     if batch.old_log_probs is not None and batch.rollout_log_probs is not None:
-        metrics |= prob_diff_metrics(batch.old_log_probs, batch.rollout_log_probs, mask)
+        metrics |= prob_diff_metrics(batch.old_log_probs, batch.rollout_log_probs, learned)
     failed = (computed & ~valid).sum()
     metrics["reward/failed_ratio"] = safe_divide(failed.astype(jnp.float32), computed.sum().astype(jnp.float32))
     metrics["perf/response_tokens"] = jnp.where(computed, batch.response_length, 0).sum()

@@ -266,7 +266,8 @@ def stop_automaton(token_bytes: Sequence[bytes], stop_strings: Sequence[str], vo
     """A table that finds stop strings across token borders: Aho & Corasick 1975 over bytes, then over tokens.
 
     Returns: int32 [S, vocab_size], next state by state and token. State 0 is the start, S - 1 means matched and is
-    never left; S >= 2 always (without stop strings no other state leads there). Tokens without bytes keep the state.
+    never left by itself; S >= 2 always (without stop strings no other state leads there). Tokens without bytes keep the
+    state.
 
     Raises:
       UserError: a stop string is empty.
@@ -311,10 +312,13 @@ def _byte_automaton(patterns: list[bytes]) -> np.ndarray:
     return table
 
 
-def cut_at_stop(text: str, stop_strings: Iterable[str]) -> str:
-    """The text before the first of the stop strings in it.
+def cut_at_stop(text: str, stop_strings: Iterable[str], *, after: int = 0) -> str:
+    """The text before the first of the stop strings in it that ends beyond its first `after` characters.
 
     >>> cut_at_stop("7\\n\\nWhat is", ["\\n\\n", "What"])
     '7'
+    >>> cut_at_stop("a.b.c", ["."], after=2)
+    'a.b'
     """
-    return text[: min((at for stop in stop_strings if (at := text.find(stop)) >= 0), default=len(text))]
+    found = (text.find(stop, max(after - len(stop) + 1, 0)) for stop in stop_strings)
+    return text[: min((at for at in found if at >= 0), default=len(text))]

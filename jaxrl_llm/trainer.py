@@ -8,19 +8,20 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator, Sequence
+import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jaxrl_llm.checkpoint import Checkpoints, abstract
-from jaxrl_llm.compiled import CompiledUpdates, compile_reward, compile_sampler, compile_step
+from jaxrl_llm.compiled import Compiled, CompiledTraining, compile_reward, compile_sampler, compile_step
 from jaxrl_llm.config import Config, notices, resume_differences, to_json
-from jaxrl_llm.data import PromptBatch, epoch_steps
+from jaxrl_llm.data import PromptBatch, PromptData, epoch_steps
 from jaxrl_llm.errors import RunAborted, UserError
 from jaxrl_llm.evaluation import Evaluator, response_texts, score_texts
 from jaxrl_llm.loading import abstract_state, build_program, initial_state, load_inputs, make_layout
@@ -30,7 +31,7 @@ from jaxrl_llm.samples import rollout_rows, sample_rows
 from jaxrl_llm.steps.sampling import Sampling
 from jaxrl_llm.steps.step import prefixed
 from jaxrl_llm.steps.update import summarize
-from jaxrl_llm.types import Batch, Params, RunState, check_batch
+from jaxrl_llm.types import Batch, RunState, check_batch
 from jaxrl_llm.writers import RunWriter, check_loggers, previous_config
 
 Metrics = dict[str, float]
@@ -49,6 +50,16 @@ def fit(config: Config, workdir: str | Path | None = None) -> Run:
     return Run(config, workdir)
 
 
+class Stepped(NamedTuple):
+    """What a step leaves to be looked at."""
+
+    metrics: Metrics
+    batch: Batch
+    given: PromptBatch
+    texts: list[str]  # B responses
+    scored: Scores
+
+
 class Run:
     """One training run: an iterator of (metrics, batch), one a step, that holds the live state.
 
@@ -65,16 +76,19 @@ class Run:
         self.total_steps = epochs if config.trainer.epochs else config.trainer.steps
         self._layout = make_layout(config)
         self._program = build_program(config, self._inputs, self._layout, self.total_steps)
-        self._checkpoints = self._open_checkpoints(workdir)
+        self._checkpoints, changed = self._open_checkpoints(workdir)
         resumed = self._checkpoints.latest_step() if self._checkpoints else None
         self._state, self._cursor = self._restore(resumed)
         self.step = int(self._state.step)
         # Opened last: a start that fails leaves the folder as it was.
         last = -1 if resumed is None else resumed
         self._writer = RunWriter(workdir, config, total_steps=self.total_steps, resumed_step=last) if workdir else None
+        self._told_of_failures = False
         self._note_inputs()
         if resumed is not None:
             self._note(f"resumed from step {resumed}")
+        for line in changed:
+            self._note(line)
         self._timers = Timers()
         try:
             self._compile()
@@ -85,60 +99,66 @@ class Run:
 
     # The step
 
-    def _step(self) -> tuple[Metrics, Batch]:
+    def _step(self) -> Stepped:
         phases, state, timer, config = self._phases, self._state, self._timers, self.config
-        number = np.int32(self.step)
-        with timer("step"):
-            with timer("data") as wait:
-                given = self._data.batch(self._cursor, config.data.train_batch_size)
-                prompts = wait(self._layout.put_rows(given.prompts))
-            with timer("update_weights") as wait:
-                view = wait(phases.update_weights(state.actor.params))
-            with timer("gen") as wait:
-                batch = wait(phases.gen(view, prompts, self._program.stops, number))
-                del view
-            with timer("reward") as wait:
-                batch, texts, scored = self._reward(batch, given)
-                wait(batch)
-            if phases.old_log_prob:
-                with timer("old_log_prob") as wait:
-                    batch = wait(phases.old_log_prob(state.actor.params, batch))
-            if phases.ref:
-                with timer("ref") as wait:
-                    batch = wait(phases.ref(state.reference, batch))
-            if phases.values and state.critic:
-                with timer("values") as wait:
-                    batch = wait(phases.values(state.critic.params, batch))
-            with timer("adv") as wait:
-                batch, kl_coef, metrics = wait(phases.adv(batch, state.kl_coef))
-            updated = {}
-            if phases.update_critic:
-                with timer("update_critic") as wait:
-                    updated["critic"] = wait(self._update("critic", phases.update_critic, batch, number))
-            if self.step >= config.critic.warmup_steps:
-                with timer("update_actor") as wait:
-                    updated["actor"] = wait(self._update("actor", phases.update_actor, batch, number))
+        number, greedy = np.int32(self.step), None
+        with timer("data") as wait:
+            given = self._data.batch(self._cursor, config.data.train_batch_size)
+            prompts = wait(self._layout.put_rows(given.prompts))
+        with timer("update_weights") as wait:
+            view = wait(phases.update_weights(state.actor.params))
+        with timer("gen") as wait:
+            batch = wait(phases.gen(view, prompts, self._program.stops, number))
+        if phases.gen_max:
+            with timer("gen_max") as wait:
+                greedy = wait(phases.gen_max(view, prompts, self._program.stops, number))
+        del view
+        with timer("reward") as wait:
+            if greedy is not None and phases.reward_max:
+                greedy, _, _ = self._reward(phases.reward_max, greedy, given)
+            batch, texts, scored = self._reward(phases.reward, batch, given, greedy)
+            wait(batch)
+        if phases.old_log_prob:
+            with timer("old_log_prob") as wait:
+                batch = wait(phases.old_log_prob(state.actor.params, batch))
+        if phases.ref:
+            with timer("ref") as wait:
+                batch = wait(phases.ref(state.reference, batch))
+        if phases.values and state.critic:
+            with timer("values") as wait:
+                batch = wait(phases.values(state.critic.params, batch))
+        with timer("adv") as wait:
+            batch, kl_coef, metrics = wait(phases.adv(batch, state.kl_coef))
+        updated = {}
+        if phases.update_critic:
+            with timer("update_critic") as wait:
+                updated["critic"] = wait(self._train("critic", phases.update_critic, batch, number))
+        if self.step >= config.critic.warmup_steps:
+            with timer("update_actor") as wait:
+                updated["actor"] = wait(self._train("actor", phases.update_actor, batch, number))
         self.step, self._cursor = self.step + 1, given.cursor
         done = jax.device_put(np.int32(self.step), self._layout.replicated)
         self._state = self._state.replace(kl_coef=kl_coef, step=done)
         numbers = _host_metrics(metrics, updated) | extras_metrics(scored.extras)
-        self._show(batch, given, texts, scored)
-        self._check(scored, numbers["reward/failed_ratio"])
-        return numbers, batch
+        return Stepped(numbers, batch, given, texts, scored)
 
-    def _reward(self, batch: Batch, given: PromptBatch) -> tuple[Batch, list[str], Scores]:
-        check_batch(batch, n=self.config.rollout.n, vocab_size=self._program.actor_model.vocab_size)
+    def _reward(
+        self, reward: Compiled, batch: Batch, given: PromptBatch, greedy: Batch | None = None
+    ) -> tuple[Batch, list[str], Scores]:
+        check_batch(batch, n=batch.n, vocab_size=self._program.actor_model.vocab_size)
         texts = response_texts(batch, self._inputs.tokenizer, self._program.stops, self.config.rollout.stop)
         scored = score_texts(self._inputs.rewards, given, texts)
-        return self._phases.reward(batch, *self._layout.put_rows((scored.scores, scored.valid))), texts, scored
+        return reward(batch, *self._layout.put_rows((scored.scores, scored.valid)), greedy), texts, scored
 
-    def _update(self, role: str, updates: CompiledUpdates, batch: Batch, step: np.int32) -> list[Any]:
-        """The phase's updates one after the other; their metrics. Each takes over the buffers of the state before
-        it, so the
-        new state is put down at once: an interrupted phase leaves a whole state behind."""
+    def _train(self, role: str, training: CompiledTraining, batch: Batch, step: np.int32) -> list[Any]:
+        """The phase's updates one after the other; their metrics.
+
+        Each takes over the buffers of the state before it, so the new state is put down at once: an interrupted phase
+        leaves a whole state behind.
+        """
         metrics = []
-        for index in range(updates.count):
-            trained, found = updates.update(getattr(self._state, role), batch, step, np.int32(index))
+        for index in range(training.count):
+            trained, found = training.update(getattr(self._state, role), batch, step, np.int32(index))
             self._state = self._state.replace(**{role: trained})
             metrics.append(found)
         jax.block_until_ready(self._state)
@@ -153,21 +173,27 @@ class Run:
                 self._write(0, self._evaluate())
             while self.step < self.total_steps:
                 self._timers.reset()
-                metrics, batch = self._step()
-                last = self.step == self.total_steps
-                if _due(self.step, config.eval.interval) or (last and config.eval.after):
-                    metrics |= self._evaluate()
-                if _due(self.step, config.trainer.save_interval) or (last and config.trainer.save_interval):
-                    with self._timers("save_checkpoint"):
-                        self._save()
+                with self._timers("step"):
+                    stepped = self._step()
+                    metrics, last = stepped.metrics, self.step == self.total_steps
+                    broken = self._why_stop(stepped)
+                    if not broken and (_due(self.step, config.eval.interval) or (last and config.eval.after)):
+                        metrics |= self._evaluate()
+                    save = config.trainer.save_interval
+                    if not broken and (_due(self.step, save) or (last and save)):
+                        with self._timers("save_checkpoint"):
+                            self._save()
                 metrics |= timing_metrics(
                     self._timers.seconds,
                     total_tokens=int(metrics["perf/total_num_tokens"]),
                     response_tokens=int(metrics["perf/response_tokens"]),
                     n_devices=self._layout.mesh.size,
                 )
+                self._show(stepped)
                 self._write(self.step, metrics)
-                yield metrics, batch
+                if broken:
+                    raise RunAborted(f"step {self.step}: {broken}")
+                yield metrics, stepped.batch
         finally:
             self.close()
 
@@ -197,23 +223,19 @@ class Run:
         """A copy of the state after the last whole step (the live one's buffers are donated to the next)."""
         return jax.tree.map(jnp.copy, self._state)
 
-    @property
-    def actor_params(self) -> Params:
-        """A copy of the policy's parameters after the last whole step."""
-        return jax.tree.map(jnp.copy, self._state.actor.params)
-
     # Before the first step
 
-    def _open_checkpoints(self, workdir: str | Path | None) -> Checkpoints | None:
+    def _open_checkpoints(self, workdir: str | Path | None) -> tuple[Checkpoints | None, list[str]]:
+        """The checkpoints, and how the configuration differs from that of the run in the folder."""
         if workdir is None:
-            return None
-        before = previous_config(workdir)
+            return None, []
+        before, changed = previous_config(workdir), []
         if before is not None:
-            _, refused = resume_differences(before, self.config)
+            changed, refused = resume_differences(before, self.config)
             if refused:
                 lines = "\n  ".join(refused)
                 raise UserError(f"{workdir} holds a run with another configuration; use another --workdir:\n  {lines}")
-        return Checkpoints(Path(workdir) / "checkpoints", keep=self.config.trainer.keep_checkpoints)
+        return Checkpoints(Path(workdir) / "checkpoints", keep=self.config.trainer.keep_checkpoints), changed
 
     def _restore(self, step: int | None) -> tuple[RunState, int]:
         if step is None or self._checkpoints is None:
@@ -265,22 +287,30 @@ class Run:
             metrics, _ = self._evaluator(self._phases.update_weights(self._state.actor.params), self.step)
         return metrics
 
-    def _check(self, scored: Scores, failed_ratio: float) -> None:
-        """Ends a run that cannot learn any more."""
-        if failed_ratio == 1:
-            first = scored.failures[0] if scored.failures else "a JAX reward's score was not finite"
-            raise RunAborted(f"step {self.step}: the reward failed on every response; the first failure:\n{first}")
+    def _why_stop(self, stepped: Stepped) -> str:
+        """Why the run cannot learn any more; "" if it can."""
+        if stepped.metrics["reward/failed_ratio"] == 1:
+            failures = stepped.scored.failures
+            first = failures[0] if failures else "a JAX reward's score was not finite"
+            return f"the reward failed on every response; the first failure:\n{first}"
         for role, trained in (("actor", self._state.actor), ("critic", self._state.critic)):
             skipped = int(trained.skipped) if trained else 0
             if skipped >= self.config.trainer.max_skipped_updates:
-                raise RunAborted(
-                    f"step {self.step}: {skipped} updates of the {role} in a row had a non-finite loss or gradient; "
+                return (
+                    f"{skipped} updates of the {role} in a row had a non-finite loss or gradient; "
                     "the parameters are those before them"
                 )
+        return ""
 
-    def _show(self, batch: Batch, given: PromptBatch, texts: Sequence[str], scored: Scores) -> None:
+    def _show(self, stepped: Stepped) -> None:
         if self._writer is None:
             return
+        _, batch, given, texts, scored = stepped
+        if scored.failures and not self._told_of_failures:
+            self._told_of_failures = True
+            failed = f"the reward failed on {scored.num_failed} of {len(texts)} responses"
+            first = f"the first, of {len(scored.failures)}: {scored.failures[0]}"
+            self._note(f"step {self.step}: {failed} (later ones are only counted, reward/failed_ratio); {first}")
         logging = self.config.trainer
         samples = self._writer.wants_samples(self.step)
         if samples or logging.rollout_dump:
@@ -300,10 +330,15 @@ class Run:
 
     def _note_inputs(self) -> None:
         for notice in notices(self.config):
+            if self._writer is None:  # nobody reads notes then, in a notebook for instance
+                warnings.warn(notice, stacklevel=4)
             self._note(f"notice: {notice}")
-        held_out = f", {len(self._inputs.held_out)} held out" if self._inputs.held_out else ""
-        dropped = f", {self._data.dropped} dropped as too long" if self._data.dropped else ""
-        self._note(f"{len(self._data)} prompts of at most {self._data.longest} tokens{held_out}{dropped}")
+
+        def size(data: PromptData) -> str:
+            return f"{len(data)}" + (f" ({data.dropped} more dropped as too long)" if data.dropped else "")
+
+        held_out = f", {size(self._inputs.held_out)} held out" if self._inputs.held_out else ""
+        self._note(f"{size(self._data)} prompts of at most {self._data.longest} tokens{held_out}")
 
 
 class Timers:

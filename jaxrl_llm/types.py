@@ -30,7 +30,7 @@ WRITTEN_BY: dict[str, str] = {
     **dict.fromkeys(
         ("uid", "responses", "response_mask", "response_length", "rollout_log_probs", "finish_reason"), "gen"
     ),
-    **dict.fromkeys(("scores", "row_valid", "token_level_scores", "reward_baselines"), "reward"),
+    **dict.fromkeys(("scores", "scores_mask", "row_valid", "token_level_scores", "reward_baselines"), "reward"),
     **dict.fromkeys(("old_log_probs", "entropys", "sum_pi_squared"), "old_log_prob"),
     "ref_log_prob": "ref",
     "values": "values",
@@ -73,7 +73,8 @@ class Batch(struct.PyTreeNode):
     rollout_log_probs: Array | None  # float32 [B, R], of the distribution actually sampled; 0 outside the mask
     finish_reason: Array  # int32 [B], 1 stop, 2 length
     # reward
-    scores: Array | None = None  # float32 [B, K]
+    scores: Array | None = None  # float32 [B, K]; 0 where scores_mask is not set
+    scores_mask: Array | None = None  # bool [B, K], whether the k-th reward function scores the row (routing)
     row_valid: Array | None = None  # bool [B], False where the reward failed and on filler rows
     token_level_scores: Array | None = None  # float32 [B, R]
     reward_baselines: Array | None = None  # float32 [B], score of the greedy response (ReMax)
@@ -132,7 +133,7 @@ class Batch(struct.PyTreeNode):
                 raise EvidenceExists(f"phase {phase!r} would write {name!r} a second time; evidence is written once")
             if value is None:
                 continue
-            if name == "scores":
+            if name in ("scores", "scores_mask"):
                 chex.assert_rank(value, 2)
                 chex.assert_axis_dimension(value, 0, self.num_rows)
             elif name in ("row_valid", "reward_baselines"):

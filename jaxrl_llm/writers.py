@@ -48,7 +48,8 @@ class RunWriter:
     """Writes a run's folder and shows its progress.
 
     Each step stands once in every file, also after a resume: what came after the step that a run resumes from is
-    dropped when the writer opens. Step 0 is what is known before the first step.
+    dropped when the writer opens. Step 0 is what is known before the first step. A run that starts anew in a folder,
+    since the one before it left no checkpoint, keeps that one's files in `earlier-NUMBER/`.
     """
 
     def __init__(self, workdir: str | Path, config: Config, *, total_steps: int, resumed_step: int = -1):
@@ -66,6 +67,7 @@ class RunWriter:
         self.workdir, self._config, self._total_steps = Path(workdir), config, total_steps
         with _storage(self.workdir):
             self.workdir.mkdir(parents=True, exist_ok=True)
+            earlier = _set_aside(self.workdir) if resumed_step < 0 else None
             _replace(self.workdir / "config.json", to_json(config) + "\n")
             for name in ("metrics.jsonl", "samples.jsonl"):
                 _keep_steps(self.workdir / name, resumed_step)
@@ -79,6 +81,10 @@ class RunWriter:
             total_steps=total_steps,
             log_interval=config.trainer.log_interval,
         )
+        if earlier:
+            self.note(
+                f"{self.workdir} held a run without a checkpoint: this one starts anew; its files are in {earlier}"
+            )
 
     def __enter__(self) -> Self:
         return self
@@ -152,6 +158,22 @@ def _tensorboard(workdir: Path, first_step: int) -> Any:
     from tensorboardX import SummaryWriter
 
     return SummaryWriter(str(workdir / "tensorboard"), purge_step=first_step if first_step > 0 else None)
+
+
+def _set_aside(workdir: Path) -> Path | None:
+    """Moves what an earlier run has written of its steps into a folder of its own, which is returned."""
+    names = ("metrics.jsonl", "samples.jsonl", "rollouts", "tensorboard")
+    found = [path for name in names if (path := workdir / name).exists()]
+    if not found:
+        return None
+    number = 1
+    while (earlier := workdir / f"earlier-{number}").exists():
+        number += 1
+    earlier.mkdir()
+    for path in (*found, workdir / "config.json"):
+        if path.exists():
+            path.rename(earlier / path.name)
+    return earlier
 
 
 def _keep_steps(path: Path, last: int) -> None:

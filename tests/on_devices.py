@@ -163,7 +163,8 @@ def sample() -> dict[str, Batch]:
         model = tiny.model(constrain=where.constrain, **kind)
 
         def rollout(view: Params, prompts: Prompts, key: Array, where: Layout = where, model: Model = model) -> Batch:
-            return gen(model, where, 4, 12, Sampling(temperature=0.7, top_p=0.95), view, prompts, key, stops())
+            sampling = Sampling(temperature=0.7, top_p=0.95)
+            return gen(model, where, view, prompts, key, stops(), n=4, width=12, sampling=sampling)
 
         view = jax.device_put(params, where.params(model.declare()))
         batch = jax.jit(rollout)(view, where.put_rows(tiny.prompts(GROUPS)), step_key(0, 1))

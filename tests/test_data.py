@@ -332,8 +332,8 @@ def test_a_missing_file_is_named_with_the_nearest(tmp_path):
     fails("2 weights for 1 sources", numbered(2), weights=[1, 2])
 
 
-def test_a_limit_takes_the_first_records():
-    assert [r["i"] for r in make([numbered(3), numbered(3)], limit=4).records] == [0, 1, 2, 0]
+def test_a_limit_takes_the_first_records_of_each_source():
+    assert [r["i"] for r in make([numbered(3), numbered(1)], limit=2).records] == [0, 1, 0]
 
 
 def test_importing_a_broken_module_says_why(tmp_path, monkeypatch):

@@ -32,6 +32,8 @@ def make_batch() -> Batch:
         rollout_log_probs=jnp.log(jnp.full((4, 3), 0.5)),
         finish_reason=jnp.array([FINISH_LENGTH, FINISH_STOP, FINISH_STOP, FINISH_LENGTH], jnp.int32),
         scores=scores,
+        scores_mask=jnp.ones((4, 2), bool).at[0, 1].set(False),  # the first response's format is nobody's business
+        loss_mask=mask.at[3].set(False),
         row_valid=jnp.array([True, True, True, False]),
         token_level_scores=last * jnp.array([1.0, 0.0, 2.0, jnp.nan])[:, None],
         old_log_probs=jnp.log(jnp.array([[0.5, 0.6, 0.5], [0.7, 0.1, 0.1], [0.5, 0.5, 0.1], [0.1, 0.1, 0.1]])),
@@ -74,8 +76,9 @@ def test_data_metrics_by_hand():
         "reward_std": np.std([1.0, 0.0], ddof=1) / 2,
         "frac_reward_zero_std": 0.5,
         "rewards/exact/mean": 2 / 3,
-        "rewards/format/mean": 2 / 3,
-        "rewards/format/std": np.std([0, 1, 1], ddof=1),
+        "rewards/exact/std": np.std([0, 1, 1], ddof=1),
+        "rewards/format/mean": 1.0,
+        "rewards/format/std": 0.0,
         "actor/entropy": 1.0,
         "training/rollout_probs_diff_max": 0.2,
         "training/rollout_probs_diff_mean": 0.3 / 6,
@@ -105,7 +108,10 @@ def test_filler_prompts_cost_nothing():
 
 
 def test_nothing_valid_gives_zeros():
-    found = described(dataclasses.replace(make_batch(), row_valid=jnp.zeros(4, bool)))
+    batch = make_batch()
+    found = described(
+        dataclasses.replace(batch, row_valid=jnp.zeros(4, bool), loss_mask=jnp.zeros_like(batch.response_mask))
+    )
     assert found.pop("reward/failed_ratio") == 1.0
     assert found.pop("critic/vf_explained_var") == 1.0
     left = {name: value for name, value in found.items() if not name.startswith("perf/")}

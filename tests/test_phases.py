@@ -368,6 +368,18 @@ def test_a_jax_reward_fails_by_not_being_finite_and_scores_its_own_rows_alone() 
         np.testing.assert_allclose(scored.token_level_scores.sum(1), total, rtol=1e-6)
 
 
+def test_greedy_scores_are_the_baselines_and_a_failed_one_fails_its_prompt() -> None:
+    batch, n_prompts = by_hand(), B // N
+    greedy = batch.select(jnp.arange(n_prompts)).regroup(N)
+    one_each = jax.tree.map(lambda x: x[::N] if x.shape[0] == B else x, greedy)
+    given = jnp.array([3.0, 5.0, 7.0, 9.0])[:, None]
+    scored = write_scores(one_each, given, jnp.arange(n_prompts) != 1, weights=(0.5,))
+    found = write_scores(batch, jnp.ones((B, 1)), jnp.ones(B, bool), weights=(0.5,), greedy=scored)
+    expected = np.where(LENGTHS[::N] > 0, [1.5, 0, 3.5, 4.5], 0)
+    np.testing.assert_array_equal(found.reward_baselines, np.repeat(expected, N))
+    np.testing.assert_array_equal(found.row_valid, np.repeat(np.arange(n_prompts) != 1, N))
+
+
 def test_the_last_of_its_own_tokens_bears_the_score() -> None:
     """Tool output after it does not."""
     mask = jnp.zeros((B, R), bool).at[0, jnp.array([0, 1, 4])].set(True)

@@ -206,8 +206,12 @@ def test_rewards_of_every_kind_together(tmp_path: Path) -> None:
         np.testing.assert_allclose(line["reward/failed_ratio"], np.mean(~valid), rtol=1e-6)
         scores, score = column(rows, "scores"), column(rows, "score")
         check_summary(line, "critic/score", score[valid])
-        for k, name in enumerate(("picky", "digits", "brief", "near_answer")):
-            np.testing.assert_allclose(line[f"rewards/{name}/mean"], scores[valid, k].mean(), rtol=1e-5, atol=1e-7)
+        of_words = np.array([row["prompt"].startswith("What") for row in rows])
+        everything = np.ones_like(of_words)
+        own_rows = {"picky": everything, "digits": of_words, "brief": ~of_words, "near_answer": of_words}
+        for k, (name, own) in enumerate(own_rows.items()):
+            expected = scores[valid & own, k].mean() if (valid & own).any() else 0
+            np.testing.assert_allclose(line[f"rewards/{name}/mean"], expected, rtol=1e-5, atol=1e-7)
         for group in range(4):  # the group's statistics are over its valid rows
             own = np.arange(16)[4 * group : 4 * group + 4][valid[4 * group : 4 * group + 4]]
             if len(own) < 2 or np.ptp(score[own]) == 0:
@@ -226,6 +230,7 @@ def test_rewards_of_every_kind_together(tmp_path: Path) -> None:
         assert {"val-core/words/reward/mean@1", "val-core/signs/reward/mean@1"} <= names
         assert {"val-aux/words/digits/letters/mean@1", "val-aux/words/near_answer/mean@1"} <= names
         assert {"val-aux/words/failed_ratio", "val-aux/signs/response_length/mean"} <= names
+        assert not {"val-aux/words/brief/mean@1", "val-aux/signs/near_answer/mean@1"} & names  # not their rows
 
 
 def test_rewards_see_neither_stop_tokens_nor_special_ones() -> None:
@@ -258,6 +263,11 @@ def test_rewards_see_neither_stop_tokens_nor_special_ones() -> None:
     )
     stops = no_stop_rules(48).replace(ids=jnp.array([tiny_folder.EOS, ids["?"]]))
     assert response_texts(batch, tiny_folder.tokenizer(), stops, ("==",)) == [text for _, _, text in cases]
+    # In "?b==" the stop string is complete with the fourth token: held back to there it ends the response, to the fifth
+    # it is part of it.
+    for least, text in ((4, "?b"), (5, "?b==")):
+        held = stops.replace(min_new_tokens=jnp.int32(least))
+        assert response_texts(batch, tiny_folder.tokenizer(), held, ("==",))[4] == text
 
 
 def test_a_jax_reward_alone_that_scores_tokens(tmp_path: Path) -> None:

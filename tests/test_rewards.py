@@ -201,7 +201,7 @@ def test_rows_go_to_the_functions_of_their_data_source():
     rewards = make_rewards([length, source], data_sources=["", "b, c"])
     records = [{"data_source": "a"}, {"data_source": "b"}, {"data_source": "c"}, {}]
     found = rewards.score([""] * 4, ["xx"] * 4, records)
-    np.testing.assert_array_equal(found.scores, [[2, 0], [2, 1], [2, 1], [2, 1]])
+    np.testing.assert_array_equal(found.scores, [[2, np.nan], [2, 1], [2, 1], [2, 1]])
     assert found.valid.all()
     assert [bool(extras) for extras in found.extras] == [False, True, True, True]
 

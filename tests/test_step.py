@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from jaxrl_llm.steps.phases import Program, make_program
-from jaxrl_llm.steps.step import jax_reward, make_step, step_key
+from jaxrl_llm.steps.step import make_step, score_rows, step_key
 from jaxrl_llm.types import EvidenceExists, MissingEvidence, RunState
 from tests import tiny
 
@@ -106,7 +106,7 @@ def test_the_first_update_has_ratio_one() -> None:
     @jax.jit
     def first_update(state: RunState) -> Any:
         batch = p.gen(p.update_weights(state.actor.params), tiny.prompts(), jax.random.key(3), p.stops)
-        batch = old_log_prob(state.actor.params, jax_reward(batch, tiny.even_tokens))
+        batch = old_log_prob(state.actor.params, score_rows(batch, tiny.even_tokens))
         batch, _, _ = p.adv(batch, state.kl_coef)
         return p.actor.update(state.actor, batch.select(jnp.array([1, 3])), jax.random.key(0))[1]
 
@@ -181,6 +181,22 @@ def test_evidence_is_written_once_and_missing_evidence_is_named() -> None:
         p.ref(state.reference, batch)
     with pytest.raises(EvidenceExists, match="may not write 'values'"):
         batch.write("ref", values=batch.ref_log_prob)
+
+
+def test_remax_compares_to_a_greedy_response_of_its_own() -> None:
+    p = program(algorithm__estimator="remax")
+    state, prompts = start(p), tiny.prompts()
+    assert p.gen_max
+    view = p.update_weights(state.actor.params)
+    greedy = [p.gen_max(view, prompts, jax.random.key(seed), p.stops) for seed in (1, 2)]
+    np.testing.assert_array_equal(greedy[0].responses, greedy[1].responses)
+    _, _, batch = compiled(p)(state, prompts, step_key(0, 0))
+    baselines = np.repeat(tiny.even_tokens(greedy[0].responses, greedy[0].response_mask, {}), batch.n)
+    np.testing.assert_allclose(batch.reward_baselines, baselines, rtol=1e-6)
+    scores = batch.token_level_scores.sum(1)
+    expected = np.where(batch.response_mask, (scores - baselines)[:, None], 0)
+    np.testing.assert_allclose(batch.advantages, expected, atol=1e-6)
+    assert len(np.unique(baselines)) > 1 and (batch.advantages != 0).any()
 
 
 def test_equal_rewards_teach_nothing() -> None:

@@ -16,6 +16,8 @@ import numpy as np
 import pytest
 
 from jaxrl_llm.errors import RunAborted, UserError
+from jaxrl_llm.loading import build_program, load_inputs, make_layout
+from jaxrl_llm.steps.step import make_step, step_key
 from jaxrl_llm.trainer import fit
 from jaxrl_llm.writers import read_jsonl
 from tests import tiny_folder, tiny_runs
@@ -73,6 +75,17 @@ def test_every_phase_has_its_timer(grpo: Watched, ppo: Watched) -> None:
     for watched, expected in ((grpo, common), (ppo, common | {"old_log_prob", "values", "update_critic"})):
         found = {name.removeprefix("timing_s/") for name in watched.metrics[1] if name.startswith("timing_s/")}
         assert found == expected
+
+
+def test_the_phases_add_up_to_the_step(either: Watched) -> None:
+    """Evaluation and checkpoint included; the best of four steps, since a busy machine can stop between two clocks."""
+    shares = []
+    for metrics in either.metrics:
+        timing = {name: value for name, value in metrics.items() if name.startswith("timing_s/")}
+        step = timing.pop("timing_s/step")
+        assert sum(timing.values()) <= step
+        shares.append(sum(timing.values()) / step)
+    assert max(shares) > 0.95, shares
 
 
 def test_training_moves_all_that_is_trained_and_nothing_else(either: Watched) -> None:
@@ -200,13 +213,48 @@ def test_grpo_with_a_critic_trains_the_same_actor(grpo: Watched, tmp_path: Path)
         np.testing.assert_allclose(metrics["critic/vf_loss"], 0.5 * np.square(errors).mean(), rtol=1e-5)
 
 
+REMAX = {"algorithm__estimator": "remax", **tiny_folder.KL_LOSS}
+
+
+@pytest.mark.parametrize(
+    "overrides", [GRPO, {**PPO, "critic__warmup_steps": 1}, REMAX], ids=["grpo", "ppo, critic warm-up", "remax"]
+)
+def test_the_pure_step_is_the_trainers(overrides: dict[str, Any]) -> None:
+    """`make_step`, jitted as one program, and the phases that the trainer runs one by one."""
+    jax_reward = {"reward__functions": ("tests.tiny_folder:near_answer",), "reward__weights": ()}
+    config = tiny_folder.config(**{**overrides, **QUIET, **jax_reward}, trainer__steps=3)
+    inputs, layout = load_inputs(config), make_layout(config)
+    assert inputs.train is not None
+    program = build_program(config, inputs, layout, total_steps=3)
+    step = jax.jit(make_step(program, tiny_folder.near_answer))
+    with fit(config) as run:
+        state, cursor = run.state(), 0
+        for number, (metrics, batch) in enumerate(run):
+            given = inputs.train.batch(cursor, config.data.train_batch_size)
+            cursor = given.cursor
+            state, found, same = step(state, given.prompts, step_key(config.seed, number))
+            np.testing.assert_array_equal(same.responses, batch.responses)
+            for name in ("token_level_rewards", "advantages", "returns", "values", "ref_log_prob", "reward_baselines"):
+                theirs, ours = getattr(batch, name), getattr(same, name)
+                assert (theirs is None) == (ours is None), name
+                if ours is not None:
+                    np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-5, err_msg=name)
+            warming_up = number < config.critic.warmup_steps
+            names = {name for name in found if not (warming_up and name.startswith("actor/"))}
+            assert names <= set(metrics) | {"rewards/near_answer/mean"}
+            for name in names & set(metrics):
+                np.testing.assert_allclose(found[name], metrics[name], rtol=2e-3, atol=2e-5, err_msg=name)
+            live = on_host(run)
+            jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-4), state, live)
+
+
 # Leaving early
 
 
 def test_state_is_a_copy_that_outlives_the_steps() -> None:
     run = fit(tiny_folder.config(**GRPO, **QUIET))
     next(run)
-    first, params = run.state(), run.actor_params
+    first, params = run.state(), run.state().actor.params
     kept = jax.tree.map(np.array, first)
     assert_equal(params, kept.actor.params)
     next(run)
@@ -274,6 +322,8 @@ def test_a_reward_that_always_fails_ends_the_run(tmp_path: Path) -> None:
     with pytest.raises(RunAborted, match="step 1: the reward failed on every response") as caught:
         list(fit(config, tmp_path))
     assert "the scorer is down" in str(caught.value) and caught.value.exit_code == 3
+    (line,) = read_jsonl(tmp_path / "metrics.jsonl")  # the step that ended it is on record
+    assert line["step"] == 1 and line["reward/failed_ratio"] == 1 and line["timing_s/step"] > 0
 
 
 def test_updates_that_are_never_finite_end_the_run() -> None:

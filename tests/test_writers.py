@@ -57,12 +57,14 @@ def test_resume_leaves_each_step_once(tmp_path: Path):
     assert sorted(path.name for path in (tmp_path / "rollouts").iterdir()) == [f"{step}.jsonl" for step in range(4)]
 
 
-def test_a_fresh_start_drops_the_old_lines(tmp_path: Path):
-    with open_run(tmp_path) as run:
-        run.step(0, {"a": 1})
-    with open_run(tmp_path):
-        pass
-    assert (tmp_path / "metrics.jsonl").read_text() == ""
+def test_a_fresh_start_sets_the_old_files_aside(tmp_path: Path):
+    for value in (1, 2, 3):
+        with open_run(tmp_path) as run:
+            run.step(0, {"a": value})
+            run.rollouts(1, [])
+    for name, value in (("earlier-1", 1), ("earlier-2", 2), ("", 3)):
+        assert writers.read_jsonl(tmp_path / name / "metrics.jsonl") == [{"step": 0, "a": value}]
+        assert (tmp_path / name / "rollouts" / "1.jsonl").exists() and (tmp_path / name / "config.json").exists()
 
 
 def test_a_broken_line_is_named(tmp_path: Path):

@@ -17,7 +17,7 @@ from jaxrl_llm.rewards.registry import resolve
 class Scores:
     """What the reward functions say of B rows."""
 
-    scores: np.ndarray  # float32 [B, K], not weighted; 0 where a function does not apply or has failed, see `score`
+    scores: np.ndarray  # float32 [B, K], not weighted; NaN where a function does not apply, 0 where it has failed
     valid: np.ndarray  # bool [B], False where a function failed or none applies
     extras: list[dict[str, Any]]  # B, {"function/key": value}
     failures: list[str]  # why, the first failure first: a traceback, or what was wrong with the value
@@ -94,24 +94,21 @@ class RewardSet:
     def score(self, prompts: Sequence[str], responses: Sequence[str], records: Sequence[Record]) -> Scores:
         """Scores B rows; a row that fails does so alone.
 
-        The columns of JAX functions are left to the steps: NaN marks the rows that such a function does not apply to.
+        The columns of JAX functions are left to the steps: 0 on the rows that such a function applies to.
 
         Raises:
           UserError: a function returned something that is no score, or a wrong number of them.
         """
         rows = len(responses)
-        scores = np.zeros((rows, len(self.rewards)), np.float32)
+        scores = np.full((rows, len(self.rewards)), np.nan, np.float32)
         applied, failed = np.zeros(rows, np.bool_), np.zeros(rows, np.bool_)
         extras: list[dict[str, Any]] = [{} for _ in range(rows)]
         failures: list[str] = []
         for column, reward in enumerate(self.rewards):
             own = [row for row in range(rows) if reward.applies_to(records[row])]
             applied[own] = True
-            if reward.form == "jax":
-                scores[:, column] = np.nan
-                scores[own, column] = 0
-                continue
-            if not own:
+            scores[own, column] = 0
+            if reward.form == "jax" or not own:
                 continue
             results = call(
                 reward.function,

@@ -11,8 +11,8 @@ from jaxrl_llm.config import Optimizer
 
 
 def make_schedule(settings: Optimizer, total_updates: int) -> optax.Schedule:
-    """The learning rate after so many optimizer updates: a linear rise from 0, then constant, linear or cosine
-    decay."""
+    """The learning rate after so many optimizer updates: a linear rise from lr / warmup_steps, then constant,
+    linear or cosine decay."""
     end = max(settings.decay_steps or total_updates, settings.warmup_steps + 1)
     length, floor = end - settings.warmup_steps, settings.lr * settings.min_lr_ratio
     match settings.schedule:

@@ -32,13 +32,13 @@ ScoreFn = Callable[[Params, Batch], Batch]
 
 
 @dataclasses.dataclass(frozen=True)
-class Updates:
+class Training:
     """How one model is trained in a step: its optimizer, one mini-batch's update, and which mini-batches there are."""
 
     optimizer: optax.GradientTransformation
     update: UpdateFn
-    order: Callable[[Array], Array]  # key -> int32 [per_step, prompts of a mini-batch]
-    per_step: int
+    order: Callable[[Array], Array]  # key -> int32 [count, prompts of a mini-batch]
+    count: int  # updates a step
 
     def init(self, params: Params) -> TrainState:
         zero = jnp.int32(0)
@@ -56,12 +56,13 @@ class Program:
     stops: StopRules
     update_weights: Callable[[Params], Params]  # actor parameters -> the sampler's view of them
     gen: Callable[[Params, Prompts, Array, StopRules], Batch]
+    gen_max: Callable[[Params, Prompts, Array, StopRules], Batch] | None  # a greedy response per prompt, the baseline
     old_log_prob: ScoreFn | None
     ref: ScoreFn | None
     values: ScoreFn | None
     adv: Callable[[Batch, Array], tuple[Batch, Array, Metrics]]
-    critic: Updates | None
-    actor: Updates
+    critic: Training | None
+    actor: Training
 
     def init(self, actor: Params, critic: Params | None = None, reference: Params | None = None) -> RunState:
         """The state before the first step; a reference that is not given is a copy of the actor.
@@ -112,6 +113,9 @@ def make_program(
     steps = config.trainer.steps if total_steps is None else total_steps
     estimator, options = chosen_estimator(config)
     score = partial(_score, config, layout, actor)
+    rollout_of = partial(gen, actor, layout, width=config.rollout.response_length)
+    # In the critic's warm-up the actor does not move.
+    actor_steps = max(steps - (config.critic.warmup_steps if critic else 0), 1)
     return Program(
         config=config,
         layout=layout,
@@ -119,15 +123,18 @@ def make_program(
         critic_model=critic,
         stops=no_stop_rules(actor.vocab_size) if stops is None else stops,
         update_weights=partial(sampler_view, config),
-        gen=partial(gen, actor, layout, config.rollout.n, config.rollout.response_length, train_sampling(config)),
+        gen=partial(rollout_of, n=config.rollout.n, sampling=train_sampling(config)),
+        gen_max=partial(rollout_of, n=1, sampling=Sampling(temperature=0.0))
+        if "reward_baselines" in estimator.needs
+        else None,
         old_log_prob=_old_log_prob(config, estimator, score),
         ref=partial(_ref, score) if need_reference(config) else None,
         values=partial(_values, config, layout, critic) if critic else None,
         adv=partial(_adv, config, estimator, options, critic is not None, reward_names),
-        critic=_updates(config, config.critic, config.critic.optimizer, critic_loss(config, critic), layout, steps)
+        critic=_training(config, config.critic, config.critic.optimizer, critic_loss(config, critic), layout, steps)
         if critic
         else None,
-        actor=_updates(config, config.actor, config.optimizer, actor_loss(config, actor, layout), layout, steps),
+        actor=_training(config, config.actor, config.optimizer, actor_loss(config, actor, layout), layout, actor_steps),
     )
 
 
@@ -148,13 +155,14 @@ def train_sampling(config: Config) -> Sampling:
 def gen(
     actor: Model,
     layout: Layout,
-    n: int,
-    width: int,
-    sampling: Sampling,
     view: Params,
     prompts: Prompts,
     key: Array,
     stops: StopRules,
+    *,
+    n: int,
+    width: int,
+    sampling: Sampling,
 ) -> Batch:
     """The rollout, its rows spread over the mesh."""
     batch = rollout(actor, view, prompts, key, n=n, width=width, sampling=sampling, stops=stops)
@@ -298,15 +306,22 @@ def critic_loss(config: Config, critic: Model) -> LossFn:
     )
 
 
-def _updates(
+def _training(
     config: Config, role: Actor | Critic, optimizer: Optimizer, loss_fn: LossFn, layout: Layout, steps: int
-) -> Updates:
+) -> Training:
     prompts, size = config.data.train_batch_size, role.mini_batch_size
-    per_step = role.epochs * (prompts // size)
-    total = steps * per_step
+    count = role.epochs * (prompts // size)
+    total = steps * count
     schedule, transform = make_schedule(optimizer, total), make_optimizer(optimizer, total)
     n = config.rollout.n
     parts, group = _micro_batches(size * n, n, role.micro_batch_size, layout)
+    # Not metrics of rows: they must not add up over micro-batches.
+    constants = {"kl_coef": role.kl_loss_coef} if isinstance(role, Actor) and role.use_kl_loss else {}
+
+    def describe(state: TrainState) -> Metrics:
+        found = constants | {"lr": schedule(state.updates)}
+        return {name: jnp.asarray(value, jnp.float32) for name, value in found.items()}
+
     update = make_update(
         loss_fn,
         transform,
@@ -315,18 +330,10 @@ def _updates(
         enter=partial(_enter, config),
         leave=lambda grads: grads if config.model.scan_layers else stack_layers(grads),
         constrain_rows=layout.constrain_rows,
+        describe=describe,
     )
-
-    # Not metrics of rows: they must not add up over micro-batches.
-    coefficients = {"kl_coef": role.kl_loss_coef} if isinstance(role, Actor) and role.use_kl_loss else {}
-
-    def with_settings(state: TrainState, batch: Batch, key: Array) -> tuple[TrainState, Metrics]:
-        settings = coefficients | {"lr": schedule(state.updates)}
-        state, metrics = update(state, batch, key)
-        return state, metrics | {name: jnp.asarray(value, jnp.float32) for name, value in settings.items()}
-
     order = partial(mini_batches, prompts=prompts, size=size, epochs=role.epochs, shuffle=role.shuffle)
-    return Updates(optimizer=transform, update=with_settings, order=order, per_step=per_step)
+    return Training(optimizer=transform, update=update, order=order, count=count)
 
 
 def _enter(config: Config, params: Params) -> Params:

@@ -15,7 +15,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from jaxrl_llm.steps.phases import Program, Updates
+from jaxrl_llm.steps.phases import Program, Training
 from jaxrl_llm.steps.reward import JaxReward, write_scores
 from jaxrl_llm.steps.update import Metrics, run_updates
 from jaxrl_llm.types import Array, Batch, Prompts, RunState, TrainState
@@ -23,7 +23,7 @@ from jaxrl_llm.types import Array, Batch, Prompts, RunState, TrainState
 StepFn = Callable[[RunState, Prompts, Array], tuple[RunState, Metrics, Batch]]
 
 # What each consumer of a step's key folds into it.
-GEN, CRITIC, ACTOR, EVAL = range(4)
+GEN, CRITIC, ACTOR, EVAL, GEN_MAX = range(5)
 
 
 def step_key(seed: int, step: int | Array) -> Array:
@@ -31,11 +31,16 @@ def step_key(seed: int, step: int | Array) -> Array:
     return jax.random.fold_in(jax.random.key(seed), step)
 
 
-def jax_reward(batch: Batch, reward_fn: JaxReward) -> Batch:
-    """The reward phase for one JAX function, every row valid."""
+def init_key(seed: int, role: int) -> Array:
+    """The key of a role's fresh parameters; no step's number is that large."""
+    return jax.random.fold_in(step_key(seed, 2**32 - 1), role)
+
+
+def score_rows(batch: Batch, reward_fn: JaxReward, greedy: Batch | None = None) -> Batch:
+    """The reward phase for one JAX function, every row valid; `greedy` as in `write_scores`."""
     rows = batch.num_rows
     nothing, valid = jnp.zeros((rows, 1), jnp.float32), jnp.ones(rows, bool)
-    return write_scores(batch, nothing, valid, weights=(1.0,), jax_rewards={0: reward_fn})
+    return write_scores(batch, nothing, valid, weights=(1.0,), jax_rewards={0: reward_fn}, greedy=greedy)
 
 
 def make_step(program: Program, reward_fn: JaxReward) -> StepFn:
@@ -46,7 +51,10 @@ def make_step(program: Program, reward_fn: JaxReward) -> StepFn:
     def step(state: RunState, prompts: Prompts, key: Array) -> tuple[RunState, Metrics, Batch]:
         view = p.update_weights(state.actor.params)
         batch = p.gen(view, prompts, jax.random.fold_in(key, GEN), p.stops)
-        batch = jax_reward(batch, reward_fn)
+        greedy = None
+        if p.gen_max:
+            greedy = score_rows(p.gen_max(view, prompts, jax.random.fold_in(key, GEN_MAX), p.stops), reward_fn)
+        batch = score_rows(batch, reward_fn, greedy)
         if p.old_log_prob:
             batch = p.old_log_prob(state.actor.params, batch)
         if p.ref:
@@ -71,9 +79,9 @@ def make_step(program: Program, reward_fn: JaxReward) -> StepFn:
     return step
 
 
-def _train(updates: Updates, state: TrainState, batch: Batch, key: Array) -> tuple[TrainState, Metrics]:
+def _train(training: Training, state: TrainState, batch: Batch, key: Array) -> tuple[TrainState, Metrics]:
     order_key, update_key = update_phase_keys(key)
-    return run_updates(updates.update, state, batch, update_key, updates.order(order_key))
+    return run_updates(training.update, state, batch, update_key, training.order(order_key))
 
 
 def update_phase_keys(key: Array) -> tuple[Array, Array]:

@@ -40,6 +40,7 @@ def make_update(
     enter: Callable[[Params], Params] = lambda params: params,
     leave: Callable[[Params], Params] = lambda grads: grads,
     constrain_rows: Callable[[Any], Any] = lambda tree: tree,
+    describe: Callable[[TrainState], Metrics] = lambda state: {},
 ) -> UpdateFn:
     """update(state, mini_batch, key) -> (state, metrics): one gradient over a mini-batch and one optimizer step.
 
@@ -51,6 +52,7 @@ def make_update(
         made of whole groups, whose number they must divide.
       enter, leave: change the parameters' layout for the loss and the gradient's layout back (unstacked layers).
       constrain_rows: keeps rows spread over the mesh.
+      describe: metrics of the state that an update starts from, such as its learning rate.
 
     An update with a non-finite loss or gradient, or without any token in the loss mask, leaves parameters and optimizer
     state as they were, bit for bit. The former counts in `skipped`; metrics: `grad_norm` (before clipping),
@@ -84,7 +86,9 @@ def make_update(
         rows = constrain_rows(batch.regroup(group or batch.n))
         grads, loss, metrics = gradient(enter(state.params), rows, key)
         grads = leave(grads)
-        grad_norm = optax.tree.norm(grads)
+        # In float32 at least: squares of bfloat16 gradients would keep three digits.
+        grad_norm = optax.tree.norm(jax.tree.map(lambda g: g.astype(jnp.promote_types(g.dtype, jnp.float32)), grads))
+        described = describe(state)
         finite = jnp.isfinite(grad_norm) & jnp.isfinite(loss)
         # Without any token there is nothing to learn, and yet old moments and weight decay would move the parameters.
         assert batch.loss_mask is not None
@@ -103,8 +107,7 @@ def make_update(
             updates=state.updates + applied,
             skipped=jnp.where(finite, 0, state.skipped + 1),
         )
-        metrics = {"loss": loss, **metrics, "grad_norm": grad_norm, "skipped_updates": 1.0 - finite}
-        return state, metrics
+        return state, {"loss": loss, **metrics, **described, "grad_norm": grad_norm, "skipped_updates": 1.0 - finite}
 
     return update
 
