@@ -21,14 +21,8 @@ import orbax.checkpoint as ocp
 from jaxrl_llm.errors import StorageError
 
 Tree = TypeVar("Tree")
-
 CHECKSUMS = "checksums.json"
 SHOWN = 12  # mismatching leaves that an error lists
-
-
-def abstract(state: Tree) -> Tree:
-    """The shapes, dtypes and shardings of `state`'s arrays, as `Checkpoints.restore` wants them."""
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state)
 
 
 class Checkpoints:
@@ -80,11 +74,6 @@ class Checkpoints:
             self.close()  # so that the next save starts by cleaning up
             raise StorageError(f"{self.folder / str(step)}: cannot be saved: {error}") from error
 
-    def wait(self) -> None:
-        """Returns when everything that was saved is on disk."""
-        if self._manager is not None:
-            self._manager.wait_until_finished()
-
     def read_meta(self, step: int) -> dict[str, Any]:
         """What `save` was given beside the state.
 
@@ -98,7 +87,7 @@ class Checkpoints:
         """The state, bit for bit and placed as `target` says, and the `meta` it was saved with.
 
         Args:
-          target: pytree of jax.ShapeDtypeStruct with shardings (see `abstract`).
+          target: pytree of jax.ShapeDtypeStruct with shardings (see `sharding.abstract_like`).
           step: None for the latest.
           partial: whether the checkpoint may hold more than `target` asks for.
 

@@ -13,8 +13,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxrl_llm.checkpoint import abstract
-from jaxrl_llm.sharding import Layout
+from jaxrl_llm.sharding import Layout, abstract_like
 from jaxrl_llm.steps.phases import Program, Training, gen
 from jaxrl_llm.steps.reward import JaxReward, write_scores
 from jaxrl_llm.steps.rollout import StopRules
@@ -96,7 +95,7 @@ def compile_step(
     seed, layout = program.config.seed, program.layout
     # Stated, not left to the compiler: evidence stays where its rows are, and small numbers are everywhere.
     rows, whole = layout.rows, layout.replicated
-    state = abstract(state)
+    state = abstract_like(state)
 
     def compiled(name: str, fn: Callable[..., Any], *args: Any, **options: Any) -> Compiled:
         return Compiled(name, fn, *args, report=report, **options)
@@ -178,7 +177,13 @@ def compile_reward(
 def compile_sampler(
     program: Program, view: Any, prompts: Prompts, *, n: int, sampling: Sampling, report: Report, name: str = "testing"
 ) -> Compiled:
-    """(view, prompts, stops, step) -> batch, for evaluation: with a sampling and a number of responses of its own."""
+    """(view, prompts, stops, step) -> batch, for evaluation: with a sampling and a number of responses of its own.
+
+    Args:
+      view, prompts: like those that it will be called with, arrays or abstract, with their shardings.
+      n: responses per prompt.
+      report: told what is being compiled.
+    """
     width, seed = program.config.rollout.response_length, program.config.seed
 
     def sample(view: Params, prompts: Prompts, stops: StopRules, step: Array) -> Batch:

@@ -61,11 +61,12 @@ def evaluate(config: Config, *, run: str | None = None, samples: int = 4) -> dic
     """
     import jax
 
-    from jaxrl_llm.checkpoint import Checkpoints, abstract
+    from jaxrl_llm.checkpoint import Checkpoints
     from jaxrl_llm.compiled import Compiled, compile_reward, compile_sampler
     from jaxrl_llm.evaluation import Evaluator
     from jaxrl_llm.loading import build_program, load_inputs, load_model_params, make_layout
     from jaxrl_llm.sharding import abstract as declared
+    from jaxrl_llm.sharding import abstract_like
     from jaxrl_llm.steps.phases import train_sampling
     from jaxrl_llm.steps.sampling import Sampling
     from jaxrl_llm.steps.step import init_key
@@ -100,8 +101,8 @@ def evaluate(config: Config, *, run: str | None = None, samples: int = 4) -> dic
             continue
         sample = compile_sampler(
             program,
-            abstract(view),
-            abstract(layout.put_rows(prompts)),
+            abstract_like(view),
+            abstract_like(layout.put_rows(prompts)),
             n=n,
             sampling=sampling,
             report=report,

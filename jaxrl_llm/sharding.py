@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
@@ -19,6 +19,8 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.types import Array, Param
+
+Tree = TypeVar("Tree")
 
 AXES = ("data", "fsdp", "tensor")
 BATCH_AXES = ("data", "fsdp")
@@ -128,3 +130,8 @@ def abstract(declaration: Any) -> Any:
     return jax.tree.map(
         lambda p: jax.ShapeDtypeStruct(p.shape, p.dtype), declaration, is_leaf=lambda x: isinstance(x, Param)
     )
+
+
+def abstract_like(state: Tree) -> Tree:
+    """The shapes, dtypes and shardings of `state`'s arrays, as compilation and `Checkpoints.restore` want them."""
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state)

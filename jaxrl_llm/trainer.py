@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxrl_llm.checkpoint import Checkpoints, abstract
+from jaxrl_llm.checkpoint import Checkpoints
 from jaxrl_llm.compiled import Compiled, CompiledTraining, compile_reward, compile_sampler, compile_step
 from jaxrl_llm.config import Config, notices, resume_differences, to_json
 from jaxrl_llm.data import PromptBatch, PromptData, epoch_steps
@@ -28,6 +28,7 @@ from jaxrl_llm.loading import abstract_state, build_program, initial_state, load
 from jaxrl_llm.metrics import extras_metrics, timing_metrics
 from jaxrl_llm.rewards import Scores
 from jaxrl_llm.samples import rollout_rows, sample_rows
+from jaxrl_llm.sharding import abstract_like
 from jaxrl_llm.steps.sampling import Sampling
 from jaxrl_llm.steps.step import prefixed
 from jaxrl_llm.steps.update import summarize
@@ -253,7 +254,7 @@ class Run:
         program, inputs, layout = self._program, self._inputs, self._layout
         prompts = layout.put_rows(self._data.batch(self._cursor, self.config.data.train_batch_size).prompts)
         rewards = {"weights": tuple(inputs.rewards.weights.tolist()), "jax_rewards": inputs.rewards.jax_functions}
-        self._phases = compile_step(program, self._state, abstract(prompts), **rewards, report=self._note)
+        self._phases = compile_step(program, self._state, abstract_like(prompts), **rewards, report=self._note)
         self._evaluator = None
         if inputs.held_out is not None:
             e = self.config.eval
@@ -261,7 +262,7 @@ class Run:
             sample = compile_sampler(
                 program,
                 self._phases.update_weights.out,
-                abstract(layout.put_rows(first.prompts)),
+                abstract_like(layout.put_rows(first.prompts)),
                 n=e.n,
                 sampling=Sampling(temperature=e.temperature),
                 report=self._note,

@@ -13,8 +13,9 @@ import numpy as np
 import optax
 import pytest
 
-from jaxrl_llm.checkpoint import CHECKSUMS, Checkpoints, abstract
+from jaxrl_llm.checkpoint import CHECKSUMS, Checkpoints
 from jaxrl_llm.errors import StorageError
+from jaxrl_llm.sharding import abstract_like
 from jaxrl_llm.types import RunState, TrainState
 
 
@@ -55,9 +56,8 @@ def store(tmp_path: Path):
 def test_round_trip_is_bit_for_bit(store: Checkpoints, critic: bool):
     state = make_state(critic=critic)
     store.save(7, state, {"cursor": 56, "names": ["a", "é"], "best": None})
-    store.wait()
     again = Checkpoints(store.folder)
-    restored, meta = again.restore(abstract(state))
+    restored, meta = again.restore(abstract_like(state))
     assert meta == {"cursor": 56, "names": ["a", "é"], "best": None} == again.read_meta(7)
     assert jax.tree.structure(restored) == jax.tree.structure(state)
     assert bits(restored) == bits(state)
@@ -67,12 +67,12 @@ def test_round_trip_is_bit_for_bit(store: Checkpoints, critic: bool):
 def test_only_the_newest_stay(store: Checkpoints):
     assert store.latest_step() is None
     with pytest.raises(StorageError, match="no complete checkpoint"):
-        store.restore(abstract(make_state()))
+        store.restore(abstract_like(make_state()))
     for step in (2, 10, 9, 11):
         store.save(step, make_state(step), {})
     assert store.steps() == [10, 11]
     assert store.latest_step() == 11
-    assert bits(store.restore(abstract(make_state()), 10)[0]) == bits(make_state(10))
+    assert bits(store.restore(abstract_like(make_state()), 10)[0]) == bits(make_state(10))
     assert sorted(path.name for path in store.folder.iterdir()) == ["10", "11"]
 
 
@@ -80,7 +80,7 @@ def test_part_of_a_state(store: Checkpoints):
     state = make_state()
     store.save(1, state, {})
     nothing = TrainState(params=None, opt_state=None, updates=None, skipped=None)  # pyright: ignore[reportArgumentType]
-    actor = dataclasses.replace(nothing, params=abstract(state.actor.params))
+    actor = dataclasses.replace(nothing, params=abstract_like(state.actor.params))
     wanted = RunState(actor=actor, critic=None, reference=None, kl_coef=None, step=None)  # pyright: ignore[reportArgumentType]
     assert bits(store.restore(wanted, 1, partial=True)[0]) == bits(state.actor.params)
     with pytest.raises(StorageError, match="found float32"):
@@ -102,7 +102,7 @@ def test_part_of_a_state(store: Checkpoints):
 def test_another_model_is_refused(store: Checkpoints, target: RunState, expected: str):
     store.save(1, make_state(), {})
     with pytest.raises(StorageError, match=expected):
-        store.restore(abstract(target), 1)
+        store.restore(abstract_like(target), 1)
 
 
 def test_every_flipped_byte_is_found(store: Checkpoints):
@@ -115,7 +115,7 @@ def test_every_flipped_byte_is_found(store: Checkpoints):
         for position in {0, len(whole) // 2, len(whole) - 1}:
             path.write_bytes(whole[:position] + bytes([whole[position] ^ 1]) + whole[position + 1 :])
             with pytest.raises(StorageError, match="checkpoints"):
-                store.restore(abstract(state), 1)
+                store.restore(abstract_like(state), 1)
         path.write_bytes(whole[:-1])
         with pytest.raises(StorageError):
             store.verify(1)
@@ -123,7 +123,7 @@ def test_every_flipped_byte_is_found(store: Checkpoints):
         with pytest.raises(StorageError):
             store.verify(1)
         path.write_bytes(whole)
-    assert bits(store.restore(abstract(state), 1)[0]) == bits(state)
+    assert bits(store.restore(abstract_like(state), 1)[0]) == bits(state)
 
 
 def test_an_interrupted_save_does_not_count(store: Checkpoints):
@@ -134,12 +134,12 @@ def test_an_interrupted_save_does_not_count(store: Checkpoints):
     shutil.rmtree(store.folder / "2" / "state" / "d")
     again = Checkpoints(store.folder)
     assert again.latest_step() == 1
-    again.restore(abstract(make_state()), 1)
+    again.restore(abstract_like(make_state()), 1)
     assert (store.folder / "2").exists()  # a reader must not take away what a running job is writing
     with pytest.raises(StorageError, match=r"no complete checkpoint; there are \[1\]"):
-        again.restore(abstract(make_state()), 2)
+        again.restore(abstract_like(make_state()), 2)
     again.save(2, make_state(20), {})
-    assert bits(again.restore(abstract(make_state()), 2)[0]) == bits(make_state(20))
+    assert bits(again.restore(abstract_like(make_state()), 2)[0]) == bits(make_state(20))
 
 
 def test_a_failed_save_leaves_the_others(store: Checkpoints, monkeypatch: pytest.MonkeyPatch):

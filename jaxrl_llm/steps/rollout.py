@@ -31,10 +31,15 @@ def no_stop_rules(vocab_size: int) -> StopRules:
 
 
 def append(model: Model, params: Params, cache: KVCache, tokens: Array, mask: Array) -> tuple[Array, KVCache]:
-    """Puts tokens int32 [B, T] where mask bool [B, T] into the cache: a prefill, or an environment's observation.
+    """Puts tokens into the cache: a prompt to be prefilled, a sampled token, or an environment's observation.
+
+    Args:
+      cache: of B rows, with room for what is put in.
+      tokens: int32 [B, T]
+      mask: bool [B, T], the real ones; they need not stand together, and each takes the row's next slot and position.
 
     Returns:
-      hidden [B, D] of each row's last real token (undefined for a row without any), and the cache.
+      hidden, compute dtype [B, D], of each row's last real token (undefined for a row without any), and the cache.
     """
     chex.assert_equal_shape([tokens, mask])
     rows = tokens.shape[0]
@@ -49,8 +54,16 @@ def append(model: Model, params: Params, cache: KVCache, tokens: Array, mask: Ar
 def decode(
     model: Model, params: Params, cache: KVCache, state: DecodeState, *, sampling: Sampling, stops: StopRules
 ) -> tuple[KVCache, DecodeState]:
-    """Samples until each row has stopped or has its `max_new_tokens`. Afterwards the cache holds every token, the
-    last one too."""
+    """Samples until each row has stopped or has its `max_new_tokens`; the loop ends with the last of them.
+
+    Args:
+      cache: of B rows; the row's prompt, and what it has said so far, are in it.
+      state: of B rows, see `start_decoding`. Rows that are done are left as they are.
+
+    Returns:
+      The cache with every sampled token in it, the last one too, and the state with `responses`, `response_mask`,
+      `rollout_log_probs`, `length` and `finish_reason` filled in.
+    """
     stop_ids = jnp.where(stops.ids < 0, model.vocab_size, stops.ids)
     is_stop = jnp.zeros(model.vocab_size, bool).at[stop_ids].set(True, mode="drop")
     matched = stops.strings.shape[0] - 1
@@ -89,7 +102,14 @@ def decode(
 
 
 def start_decoding(hidden: Array, key: Array, max_new_tokens: Array, width: int) -> DecodeState:
-    """Rows that have their prompt in the cache and no response yet; a row that may sample nothing is done."""
+    """Rows that have their prompt in the cache and no response yet; a row that may sample nothing is done.
+
+    Args:
+      hidden: compute dtype [B, D], of each prompt's last token.
+      key: typed PRNG keys [B], see `row_keys`.
+      max_new_tokens: int32 [B], at most `width`.
+      width: R, slots of the response frame.
+    """
     rows = hidden.shape[0]
     return DecodeState(
         hidden=hidden,
@@ -105,7 +125,7 @@ def start_decoding(hidden: Array, key: Array, max_new_tokens: Array, width: int)
 
 
 def row_keys(key: Array, uid: Array, n: int) -> Array:
-    """One key per row, [G·n]: the step's key folded with uid int32 [G], then with the sample's index."""
+    """Typed PRNG keys [G·n], one per row: the step's key folded with uid int32 [G], then with the sample's index."""
     per_prompt = jax.vmap(jax.random.fold_in, (None, 0))(key, uid)
     per_row = jax.vmap(jax.vmap(jax.random.fold_in, (None, 0)), (0, None))(per_prompt, jnp.arange(n))
     return per_row.reshape(-1)
@@ -122,7 +142,18 @@ def rollout(
     sampling: Sampling,
     stops: StopRules,
 ) -> Batch:
-    """n responses of at most `width` tokens to each prompt. The key is consumed."""
+    """n responses of at most `width` tokens to each prompt: the phase `gen`.
+
+    Args:
+      params: the sampler's view of the policy's parameters.
+      prompts: [G, P]; filler prompts get empty responses.
+      key: the step's for this phase; consumed.
+      n, width: responses per prompt; R, slots of the response frame.
+
+    Returns:
+      A batch of G·n rows with the evidence of `gen`. A row's tokens depend on key, uid and sample index alone, not on
+      where it stands (bitwise at one shape; other shapes sum in another order).
+    """
     groups, prompt_width = prompts.prompts.shape
     chex.assert_shape(prompts.prompt_mask, (groups, prompt_width))
     chex.assert_shape([prompts.uid, prompts.prompt_valid], (groups,))

@@ -46,8 +46,15 @@ def score_tokens(
     with_entropy: bool = True,
     with_sum_pi_squared: bool = False,
 ) -> TokenStats:
-    """Log-probs, entropies (nats) and Σπ² of the response tokens under softmax(logits / temperature); 0 outside the
-    mask.
+    """Log-probs, entropies (nats) and Σπ² of the response tokens under softmax(logits / temperature).
+
+    Args:
+      batch: B rows with responses; nothing else of it is read.
+      temperature: above 0.
+      with_entropy, with_sum_pi_squared: what is left out is None.
+
+    Returns:
+      `TokenStats` of float32 [B, R] each, 0 outside the mask.
 
     Logits exist for `chunk_tokens` tokens at a time (rows × positions; at least one position of every row).
     """
@@ -65,13 +72,18 @@ def score_tokens(
 
 
 def score_values(model: Model, params: Params, batch: Batch) -> Array:
-    """values [B, R], values[t] before response token t is known; 0 outside the mask."""
+    """The critic's values, float32 [B, R]: values[t] from the position that predicts token t; 0 outside the mask."""
     values = model.heads["value"](params, response_hidden(model, params, batch))
     return jnp.where(batch.response_mask, values, 0)
 
 
 def in_micro_batches(score: Callable[[Batch], Any], batch: Batch, parts: int) -> Any:
-    """score(batch), computed in `parts` micro-batches of whole prompts, one after the other."""
+    """score(batch), computed in `parts` micro-batches of whole prompts, one after the other.
+
+    Args:
+      score: rows -> tree of arrays [rows, …].
+      parts: a divisor of the batch's prompts.
+    """
     if parts == 1:
         return score(batch)
     return batch.join_parts(jax.lax.map(score, batch.split(parts)))

@@ -1,5 +1,6 @@
 """The whole step as one pure function: the phases of `phases.py` composed, for a reward that is a JAX function.
 
+    config = load_config("configs/smollm2_addition.py")
     program = make_program(config, make_transformer(shape))
     state = program.init(init_params(program.actor_model, jax.random.key(0)))
     step = jax.jit(make_step(program, reward_fn))

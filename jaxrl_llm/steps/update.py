@@ -130,8 +130,19 @@ def _neutral(name: str, like: jax.ShapeDtypeStruct) -> Array:
 
 
 def mini_batches(key: Array, *, prompts: int, size: int, epochs: int, shuffle: bool) -> Array:
-    """int32 [epochs · prompts / size, size]: the prompts of each mini-batch in order, every epoch in an order of its
-    own."""
+    """The prompts of each mini-batch, every epoch in an order of its own.
+
+    Args:
+      key: consumed; not used where `shuffle` is False.
+      prompts: of the batch.
+      size: prompts a mini-batch, a divisor of `prompts`.
+
+    Returns:
+      int32 [epochs · prompts / size, size]
+
+    >>> mini_batches(jax.random.key(0), prompts=4, size=2, epochs=1, shuffle=False).tolist()
+    [[0, 1], [2, 3]]
+    """
     order = jnp.arange(prompts, dtype=jnp.int32)
     epoch_keys = jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(epochs))
     orders = jax.vmap(lambda k: jax.random.permutation(k, order) if shuffle else order)(epoch_keys)
@@ -141,7 +152,12 @@ def mini_batches(key: Array, *, prompts: int, size: int, epochs: int, shuffle: b
 def run_updates(
     update: UpdateFn, state: TrainState, batch: Batch, key: Array, indices: Array
 ) -> tuple[TrainState, Metrics]:
-    """The updates of one phase, as a scan over the rows of `indices`; the metrics are means over the updates.
+    """The updates of one phase, as a scan over the rows of `indices`; metrics are summed up by `summarize`.
+
+    Args:
+      batch: with the evidence that the update's loss reads.
+      key: consumed.
+      indices: int32 [U, g], the prompts of each of U mini-batches.
 
     A scan makes one program of it. The trainer calls the same `update` once per mini-batch instead (see `update_keys`).
     """
