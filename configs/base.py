@@ -116,6 +116,7 @@ def _algorithm() -> dict:
         "scale": "group",  # divide group advantages by the standard deviation of: group | batch | none (Dr. GRPO)
         "epsilon": None,  # added to the estimator's denominator; None: its own (1e-6 to that standard deviation)
         "whiten_advantages": True,  # GAE: advantages to mean 0, variance 1 over the batch's tokens
+        "whiten_rewards": False,  # token rewards over their standard deviation in the batch: values of unit scale
         "estimator_kwargs": {},  # further arguments of the estimator
         "use_kl_in_reward": False,  # token rewards less kl_ctrl.kl_coef x KL(old policy, reference)
         "kl_penalty": "k1",  # estimator of that KL: k1 (kl) | abs | k2 (mse) | k3 (low_var_kl)
@@ -152,6 +153,7 @@ def _actor() -> dict:
         "loss_agg_mode": None,  # what the loss is divided by: see jaxrl_llm.config.Aggregation; vanilla's: token-mean
         "loss_scale_factor": None,  # denominator of seq-mean-token-sum-norm in tokens; None: rollout.response_length
         "loss_kwargs": {},  # further arguments of the policy loss
+        "top_entropy_quantile": 1.0,  # share of the tokens, those of highest entropy, that the policy loss keeps (TRL)
         "entropy_coeff": 0.0,  # of the entropy bonus
         "use_kl_loss": False,  # add kl_loss_coef x KL(new policy, reference) to the loss
         "kl_loss_coef": 0.001,  # of that KL, at least 0

@@ -112,6 +112,7 @@ class Algorithm:
     scale: Literal["group", "batch", "none"]
     epsilon: NotNegative | None
     whiten_advantages: bool
+    whiten_rewards: bool
     estimator_kwargs: dict[str, Any]
     use_kl_in_reward: bool
     kl_penalty: KLKind
@@ -148,6 +149,7 @@ class Actor:
     loss_agg_mode: Aggregation | None
     loss_scale_factor: AboveZero  # a None is resolved to rollout.response_length
     loss_kwargs: dict[str, Any]
+    top_entropy_quantile: Probability
     entropy_coeff: float
     use_kl_loss: bool
     kl_loss_coef: NotNegative

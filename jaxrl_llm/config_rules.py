@@ -131,11 +131,16 @@ def check_devices(config: Config, n_devices: int) -> dict[str, int]:
         what = f"mini_batch_size x rollout.n rows, on {where} of {micro} row(s) at a time,"
         divides(f"{name}.micro_batch_size", role.mini_batch_size * config.rollout.n, shards * micro, what)
     micro, mini = config.actor.micro_batch_size, config.actor.mini_batch_size * config.rollout.n
-    if micro and micro * shards != mini and chosen_policy_loss(config)[0].needs_whole_minibatch:
-        lines.append(
-            f"config.actor.micro_batch_size = {micro}: the loss {config.actor.policy_loss!r} selects over the whole "
-            f"mini-batch; set 0 (all {mini} rows at once)"
-        )
+    if micro and micro * shards != mini:
+        reason = ""
+        if chosen_policy_loss(config)[0].needs_whole_minibatch:
+            reason = f"the loss {config.actor.policy_loss!r} selects over the whole mini-batch"
+        elif config.actor.top_entropy_quantile < 1:
+            reason = (
+                f"actor.top_entropy_quantile = {config.actor.top_entropy_quantile} selects over the whole mini-batch"
+            )
+        if reason:
+            lines.append(f"config.actor.micro_batch_size = {micro}: {reason}; set 0 (all {mini} rows at once)")
     if lines:
         raise UserError("\n  ".join([f"the configuration does not fit {n_devices} device(s):", *lines]))
     return shape

@@ -57,6 +57,7 @@ def data_metrics(batch: Batch, *, use_critic: bool, reward_names: Sequence[str] 
     )
     metrics |= length_metrics(prompt_length, batch.response_length, valid, batch.prompts.shape[1], batch.response_width)
     metrics |= ending_metrics(batch.response_length, batch.finish_reason, valid)
+    metrics |= length_bias_metrics(batch.response_length, _given(batch.advantages), mask)
     row_scores = masked_sum(_given(batch.token_level_scores), mask, axis=-1)
     metrics |= group_metrics(row_scores.reshape(-1, batch.n), valid.reshape(-1, batch.n))
     for k, name in enumerate(reward_names):
@@ -67,6 +68,8 @@ def data_metrics(batch: Batch, *, use_critic: bool, reward_names: Sequence[str] 
     learned = _given(batch.loss_mask)
     if batch.entropys is not None:
         metrics["actor/entropy"] = masked_mean(batch.entropys, learned)
+    if batch.sum_pi_squared is not None and batch.old_log_probs is not None:
+        metrics |= variance_power(_given(batch.advantages), batch.old_log_probs, batch.sum_pi_squared, mask)
     if batch.old_log_probs is not None and batch.rollout_log_probs is not None:
         metrics |= prob_diff_metrics(batch.old_log_probs, batch.rollout_log_probs, learned)
     failed = (computed & ~valid).sum()
@@ -150,6 +153,29 @@ def ending_metrics(response_length: Array, finish_reason: Array, row_valid: Arra
     }
 
 
+def length_bias_metrics(response_length: Array, advantages: Array, mask: Array) -> Metrics:
+    """Whether long responses are taught otherwise than short ones: the mean length of rows whose mean advantage is
+    positive, of those where it is negative, and Pearson's correlation of length and advantage over rows with a token.
+
+    Args:
+      response_length: int [B]
+      advantages: float [B, R]
+      mask: bool [B, R]
+
+    >>> mask = jnp.array([[True, False], [True, True]])
+    >>> metrics = length_bias_metrics(jnp.array([1, 2]), jnp.array([[1.0, 0.0], [-1.0, -1.0]]), mask)
+    >>> [float(value) for value in metrics.values()]
+    [1.0, 2.0, -1.0]
+    """
+    rows, length = mask.any(-1), response_length.astype(jnp.float32)
+    advantage = masked_mean(advantages, mask, axis=-1)
+    return {
+        "response_length_positive_advantage/mean": masked_mean(length, rows & (advantage > 0)),
+        "response_length_negative_advantage/mean": masked_mean(length, rows & (advantage < 0)),
+        "response_length/advantage_corr": _correlation(length, advantage, rows),
+    }
+
+
 def group_metrics(scores: Array, valid: Array) -> Metrics:
     """`reward_std`: mean of the groups' standard deviations; `frac_reward_zero_std`: groups of equal scores.
 
@@ -189,30 +215,44 @@ def prob_diff_metrics(old_log_probs: Array, rollout_log_probs: Array, mask: Arra
     }
 
 
-def variance_proxy(
-    advantages: Array, old_log_probs: Array, sum_pi_squared: Array, mask: Array, grad_norm: Array
-) -> Metrics:
-    """Proxies for the policy gradient's variance, from each row's W = Σ_t (1 − 2π_t + Σ_v π²) and mean advantage Ā.
-
-    Signal: ‖g‖²; total power: E[Ā² W]; noise of the mean over N rows: (power − signal) / (N − 1), at least 0.
+def variance_power(advantages: Array, old_log_probs: Array, sum_pi_squared: Array, mask: Array) -> Metrics:
+    """The total power E[Ā² W] of the policy gradient, from each row's W = Σ_t (1 − 2π_t + Σ_v π²) and mean advantage Ā.
 
     Args:
       advantages, old_log_probs, sum_pi_squared: float [B, R]
       mask: bool [B, R]; rows without tokens are left out.
-      grad_norm: float scalar
     """
     rows = mask.any(-1)
     (log_probs,) = zero_outside(mask, old_log_probs)
     w = masked_sum(1.0 - 2.0 * jnp.exp(log_probs) + sum_pi_squared, mask, axis=-1)
     a_squared = jnp.square(masked_mean(advantages, mask, axis=-1))
-    signal, power = jnp.square(grad_norm), masked_mean(a_squared * w, rows)
-    others = jnp.maximum(rows.sum() - 1, 0).astype(power.dtype)
     return {
-        "variance_proxy/proxy1_signal_strength": signal,
-        "variance_proxy/proxy2_total_power": power,
-        "variance_proxy/proxy3_pure_noise": jnp.maximum(safe_divide(power - signal, others), 0.0),
+        "variance_proxy/proxy2_total_power": masked_mean(a_squared * w, rows),
         "variance_proxy/expected_a_squared": masked_mean(a_squared, rows),
         "variance_proxy/expected_w": masked_mean(w, rows),
+        "variance_proxy/rows": rows.sum(),
+    }
+
+
+def variance_proxy(metrics: Mapping[str, Any], xp: Any = jnp) -> dict[str, Any]:
+    """Signal ‖g‖² of the policy gradient, and the noise of its mean over N rows, (power − signal) / (N − 1), at least 0.
+
+    Args:
+      metrics: of a step. Nothing comes of them unless they hold `variance_power` and the gradient's norm.
+      xp: jax.numpy, or numpy on the host.
+
+    >>> found = {"variance_proxy/proxy2_total_power": 9.0, "variance_proxy/rows": 3, "actor/grad_norm": 1.0}
+    >>> {name: float(value) for name, value in variance_proxy(found).items()}
+    {'variance_proxy/proxy1_signal_strength': 1.0, 'variance_proxy/proxy3_pure_noise': 4.0}
+    """
+    if "variance_proxy/rows" not in metrics or "actor/grad_norm" not in metrics:
+        return {}
+    signal, power = metrics["actor/grad_norm"] ** 2, metrics["variance_proxy/proxy2_total_power"]
+    others = metrics["variance_proxy/rows"] - 1
+    noise = xp.where(others > 0, (power - signal) / xp.maximum(others, 1), 0.0)
+    return {
+        "variance_proxy/proxy1_signal_strength": signal,
+        "variance_proxy/proxy3_pure_noise": xp.maximum(noise, 0.0),
     }
 
 

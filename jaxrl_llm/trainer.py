@@ -25,7 +25,7 @@ from jaxrl_llm.data import PromptBatch, PromptData, epoch_steps
 from jaxrl_llm.errors import RunAborted, UserError
 from jaxrl_llm.evaluation import Evaluator, response_texts, score_texts
 from jaxrl_llm.loading import abstract_state, build_program, initial_state, load_inputs, make_layout
-from jaxrl_llm.metrics import extras_metrics, timing_metrics
+from jaxrl_llm.metrics import extras_metrics, timing_metrics, variance_proxy
 from jaxrl_llm.rewards import Scores
 from jaxrl_llm.samples import rollout_rows, sample_rows
 from jaxrl_llm.sharding import abstract_like
@@ -364,6 +364,7 @@ def _host_metrics(metrics: Any, updated: dict[str, list[Any]]) -> Metrics:
     for role, updates in updated.items():
         stacked: Any = {name: np.stack([update[name] for update in updates]) for name in updates[0]}
         metrics |= prefixed(role, summarize(stacked, np))
+    metrics |= variance_proxy(metrics, np)
     return {name: float(value) for name, value in metrics.items()}
 
 

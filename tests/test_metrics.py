@@ -89,6 +89,14 @@ def test_data_metrics_by_hand():
     assert {name: found[name] for name in expected} == pytest.approx(expected, abs=1e-6)
 
 
+def test_lengths_by_the_sign_of_the_advantage():
+    found = described(make_batch())  # advantages 2, -3, 0 on responses of 3, 1 and 2 tokens; the fourth has failed
+    assert found["response_length_positive_advantage/mean"] == 3
+    assert found["response_length_negative_advantage/mean"] == 1
+    expected = np.corrcoef([3, 1, 2], [2, -3, 0])[0, 1]
+    assert found["response_length/advantage_corr"] == pytest.approx(expected, abs=1e-6)
+
+
 def test_metrics_are_finite_whatever_an_invalid_row_holds():
     batch = make_batch()
     assert all(np.isfinite(value) for value in described(batch).values())
@@ -167,13 +175,14 @@ def test_correlation_of_equal_probabilities_is_one():
 
 def test_variance_proxy_by_hand():
     mask = jnp.array([[True, True], [True, False], [False, False]])
-    found = metrics.variance_proxy(
+    found = metrics.variance_power(
         advantages=jnp.array([[1.0, 3.0], [1.0, jnp.nan], [5.0, 5.0]]),
         old_log_probs=jnp.log(jnp.array([[0.5, 0.25], [0.5, jnp.nan], [0.1, 0.1]])),
         sum_pi_squared=jnp.array([[0.5, 0.5], [1.0, jnp.nan], [1.0, 1.0]]),
         mask=mask,
-        grad_norm=jnp.array(1.0),
     )
+    found |= metrics.variance_proxy(found | {"actor/grad_norm": jnp.array(1.0)})
+    assert metrics.variance_proxy({"actor/grad_norm": 1.0}) == {}  # nothing was measured
     # W: 1 − 1 + .5 + 1 − .5 + .5 = 1.5 and 1 − 1 + 1 = 1; Ā²: 4 and 1; power (6 + 1) / 2
     expected = {"proxy2_total_power": 3.5, "expected_w": 1.25, "expected_a_squared": 2.5, "proxy3_pure_noise": 2.5}
     assert {k: float(found[f"variance_proxy/{k}"]) for k in expected} == pytest.approx(expected)

@@ -11,10 +11,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxrl_llm.algorithms.losses import POLICY_LOSSES, Norm, top_entropy_mask, vanilla
 from jaxrl_llm.config import need_critic
+from jaxrl_llm.steps.objectives import make_actor_loss
 from jaxrl_llm.steps.phases import Program, make_program
 from jaxrl_llm.steps.reward import write_scores
 from jaxrl_llm.steps.rollout import no_stop_rules
+from jaxrl_llm.steps.scoring import score_tokens
 from jaxrl_llm.steps.step import prefixed
 from jaxrl_llm.types import FINISH_LENGTH, FINISH_STOP, Batch, RunState, check_batch
 from tests import tiny, tiny_folder
@@ -331,6 +334,41 @@ def test_responses_of_every_kind() -> None:
     np.testing.assert_allclose(metrics["response/truncated_ratio"], np.mean(ENDS == FINISH_LENGTH))
     np.testing.assert_allclose(metrics["actor/pg_loss"], -(expected * LENGTHS).sum() / LENGTHS.sum(), atol=1e-6)
     assert metrics["actor/skipped_updates"] == 0 and int(state.actor.updates) == 1
+
+
+def test_whitened_rewards_have_the_scale_of_the_batch() -> None:
+    p, plain = program(**GRPO, algorithm__whiten_rewards=True, algorithm__scale="none"), program(**GRPO)
+    scored = write_scores(by_hand(), jnp.asarray(BY_HAND)[:, None], jnp.ones(B, bool), weights=(1.0,))
+    found, _, metrics = jax.jit(p.adv)(scored, jnp.float32(0))
+    _, _, before = jax.jit(plain.adv)(scored, jnp.float32(0))
+    rewards, mask = np.asarray(scored.token_level_scores), np.asarray(scored.response_mask)
+    np.testing.assert_allclose(found.token_level_rewards, rewards / rewards[mask].std(ddof=1), rtol=1e-5)
+    assert metrics["critic/score/mean"] == before["critic/score/mean"]  # what is reported as the score is not touched
+    flat = write_scores(by_hand(), jnp.zeros((B, 1)), jnp.ones(B, bool), weights=(1.0,))
+    assert (jax.jit(p.adv)(flat, jnp.float32(0))[0].token_level_rewards == 0).all()
+
+
+def test_the_policy_loss_of_the_tokens_of_highest_entropy() -> None:
+    """Their loss over the denominators of all tokens; entropy and KL stay those of all."""
+    batch, _, state = learn(program(**GRPO), by_hand(), scores=BY_HAND)
+    assert batch.advantages is not None and batch.loss_mask is not None
+    scoring = {"temperature": 1.0, "chunk_tokens": 64}
+    loss = {"aggregation": "token-mean", "scale_factor": 8.0, "entropy_coeff": 0.1, **scoring}
+    key, norm = jax.random.key(0), Norm.of(batch.loss_mask)
+    model, params = tiny.model(), state.actor.params
+    found, metrics = jax.jit(make_actor_loss(model, POLICY_LOSSES["vanilla"], top_entropy_quantile=0.25, **loss))(
+        params, batch, norm, key
+    )
+    _, of_all = jax.jit(make_actor_loss(model, POLICY_LOSSES["vanilla"], **loss))(params, batch, norm, key)
+    stats = jax.jit(lambda p, b: score_tokens(model, p, b, **scoring))(params, batch)
+    assert stats.entropys is not None
+    chosen = top_entropy_mask(stats.entropys, batch.loss_mask, 0.25)
+    assert 0 < chosen.sum() < 0.3 * batch.loss_mask.sum()
+    old = stats.log_probs if batch.old_log_probs is None else batch.old_log_probs
+    expected, _ = vanilla(stats.log_probs, old, batch.advantages, chosen, norm)
+    np.testing.assert_allclose(metrics["pg_loss"], expected, rtol=1e-5)
+    np.testing.assert_allclose(metrics["entropy"], of_all["entropy"], rtol=1e-6)
+    np.testing.assert_allclose(found, expected - 0.1 * of_all["entropy"], rtol=1e-5)
 
 
 def test_truncated_rows_count_in_their_group_but_not_in_the_loss() -> None:

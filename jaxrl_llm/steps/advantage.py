@@ -8,6 +8,7 @@ import jax.numpy as jnp
 
 from jaxrl_llm.algorithms.advantages import AdvantageInputs, Estimator, adaptive_kl_update, kl_in_reward
 from jaxrl_llm.algorithms.correction import rollout_correction
+from jaxrl_llm.algorithms.masked import masked_var
 from jaxrl_llm.config import Algorithm, KLControl
 from jaxrl_llm.steps.update import Metrics
 from jaxrl_llm.types import FINISH_LENGTH, Array, Batch
@@ -38,6 +39,11 @@ def compute_advantages(
         )
         metrics |= {"actor/reward_kl_penalty": current_kl, "actor/reward_kl_penalty_coeff": kl_coef}
         kl_coef = _next_kl_coef(settings.kl_ctrl, kl_coef, current_kl, mask)
+
+    if settings.whiten_rewards:
+        # The scale alone (as TRL): a shift would reward length. Nothing to go by where all rewards are one number.
+        variance = masked_var(rewards, mask)
+        rewards = rewards / jnp.sqrt(jnp.where(variance > 0, variance, 1))
 
     weights, loss_mask = None, mask
     if settings.mask_truncated:

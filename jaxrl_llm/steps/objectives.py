@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxrl_llm.algorithms.log_probs import kl_penalty
-from jaxrl_llm.algorithms.losses import Norm, aggregate, value_loss
+from jaxrl_llm.algorithms.losses import Norm, aggregate, top_entropy_mask, value_loss
 from jaxrl_llm.algorithms.masked import masked_max, masked_sum, safe_divide, zero_outside
 from jaxrl_llm.steps.scoring import score_tokens, score_values
 from jaxrl_llm.steps.update import LossFn, Metrics
@@ -28,6 +28,7 @@ def make_actor_loss(
     entropy_coeff: float = 0.0,
     kl_loss_coef: float | None = None,
     kl_loss_type: str = "low_var_kl",
+    top_entropy_quantile: float = 1.0,
 ) -> LossFn:
     """policy_loss − entropy_coeff · agg(H) + kl_loss_coef · agg(kl(new, ref)).
 
@@ -35,6 +36,8 @@ def make_actor_loss(
       policy_loss: (log_probs, old_log_probs, advantages, mask, norm, *, rollout_is_weights, key) -> (loss, metrics).
       aggregation, scale_factor: of entropy and KL; the policy loss brings its own.
       kl_loss_coef: None leaves the KL out, and with it the need for `ref_log_prob`.
+      top_entropy_quantile: below 1 the policy loss is of the tokens of `top_entropy_mask` alone, over the denominators
+        of all; entropy and KL are of all. The rows must then be the whole mini-batch.
 
     A batch without `old_log_probs` says that this is the first and only update on it: old is then new, held constant.
     """
@@ -50,15 +53,19 @@ def make_actor_loss(
             rows,
             temperature=temperature,
             chunk_tokens=chunk_tokens,
-            with_entropy=entropy_coeff != 0 or first_and_only,
+            with_entropy=entropy_coeff != 0 or first_and_only or top_entropy_quantile < 1,
         )
         new, mask = stats.log_probs, rows.loss_mask
         old = jax.lax.stop_gradient(new) if rows.old_log_probs is None else rows.old_log_probs
+        chosen = mask
+        if top_entropy_quantile < 1:
+            assert stats.entropys is not None
+            chosen = top_entropy_mask(jax.lax.stop_gradient(stats.entropys), mask, top_entropy_quantile)
         loss, metrics = policy_loss(
             new,
             old,
             rows.advantages,
-            mask,
+            chosen,
             norm,
             rollout_is_weights=rows.rollout_is_weights,
             key=key,

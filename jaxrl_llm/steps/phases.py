@@ -292,6 +292,7 @@ def actor_loss(config: Config, actor: Model, layout: Layout) -> LossFn:
         entropy_coeff=a.entropy_coeff,
         kl_loss_coef=a.kl_loss_coef if a.use_kl_loss else None,
         kl_loss_type=a.kl_loss_type,
+        top_entropy_quantile=a.top_entropy_quantile,
     )
 
 

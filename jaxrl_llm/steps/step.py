@@ -16,6 +16,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
+from jaxrl_llm.metrics import variance_proxy
 from jaxrl_llm.steps.phases import Program, Training
 from jaxrl_llm.steps.reward import JaxReward, write_scores
 from jaxrl_llm.steps.update import Metrics, run_updates
@@ -74,6 +75,7 @@ def make_step(program: Program, reward_fn: JaxReward) -> StepFn:
         else:
             actor = trained
         metrics |= prefixed("actor", actor_metrics)
+        metrics |= variance_proxy(metrics)
         state = RunState(actor=actor, critic=critic, reference=state.reference, kl_coef=kl_coef, step=state.step + 1)
         return state, metrics, batch
 

@@ -265,13 +265,11 @@ def timing(case: Case, inputs: Arrays) -> dict[str, Any]:
 
 
 def variance_proxy(case: Case, inputs: Arrays) -> dict[str, Any]:
-    found = metrics.variance_proxy(
-        inputs["advantages"],
-        inputs["old_log_probs"],
-        inputs["sum_pi_squared"],
-        inputs["response_mask"],
-        jnp.asarray(case.kwargs["grad_norm"], inputs["advantages"].dtype),
-    )
+    evidence = (inputs[name] for name in ("advantages", "old_log_probs", "sum_pi_squared", "response_mask"))
+    found = metrics.variance_power(*evidence)
+    norm = jnp.asarray(case.kwargs["grad_norm"], inputs["advantages"].dtype)
+    found |= metrics.variance_proxy(found | {"actor/grad_norm": norm})
+    del found["variance_proxy/rows"]
     return {"scalars": {"var." + name.removeprefix("variance_proxy/"): value for name, value in found.items()}}
 
 
