@@ -235,7 +235,7 @@ def variance_power(advantages: Array, old_log_probs: Array, sum_pi_squared: Arra
 
 
 def variance_proxy(metrics: Mapping[str, Any], xp: Any = jnp) -> dict[str, Any]:
-    """Signal ‖g‖² of the policy gradient, and the noise of its mean over N rows, (power − signal) / (N − 1), at least 0.
+    """Signal ‖g‖² of the policy gradient; noise of its mean over N rows, (power − signal) / (N − 1), at least 0.
 
     Args:
       metrics: of a step. Nothing comes of them unless they hold `variance_power` and the gradient's norm.
