@@ -134,6 +134,10 @@ def make_models(config: Config, inputs: Inputs, layout: Layout) -> tuple[Model, 
             constrain=layout.constrain,
         )
 
+    if need_critic(config) and config.critic.path:
+        _check_vocabulary(_folder(config.critic.path, inputs), inputs)
+    if need_reference(config) and config.reference.path:
+        _check_vocabulary(hf.find_folder(config.reference.path), inputs)
     critic = model(_folder(config.critic.path, inputs), True) if need_critic(config) else None
     return model(inputs.folder, False), critic
 
@@ -142,6 +146,22 @@ def _largest_id(config: Config, inputs: Inputs) -> int:
     """Of the prompts, the end tokens and the stop tokens."""
     prompts = (data.largest_id for data in (inputs.train, inputs.held_out) if data is not None)
     return max(*hf.read_eos_ids(inputs.folder), *config.rollout.stop_token_ids, *prompts, 0)
+
+
+def _check_vocabulary(folder: Path, inputs: Inputs) -> None:
+    """
+    Raises:
+      UserError: a folder's tokens are not the actor's, so that the ids of one would be nonsense to the other.
+    """
+    if not (folder / "tokenizer.json").is_file():
+        return  # nothing to compare; the size of the embedding is checked in any case
+    own, theirs = inputs.tokenizer.get_vocab(), load_tokenizer(folder).get_vocab()
+    if different := sorted((token for token in own if own[token] != theirs.get(token)), key=lambda token: own[token]):
+        first = different[0]
+        raise UserError(
+            f"{folder}: its tokenizer differs from the actor's ({inputs.folder}) in {len(different)} tokens; "
+            f"{first!r} is {own[first]} for the actor, here {theirs.get(first, 'not there')}"
+        )
 
 
 def _folder(path: str, inputs: Inputs) -> Path:

@@ -140,7 +140,8 @@ class Run:
         self.step, self._cursor = self.step + 1, given.cursor
         done = jax.device_put(np.int32(self.step), self._layout.replicated)
         self._state = self._state.replace(kl_coef=kl_coef, step=done)
-        numbers = _host_metrics(metrics, updated) | extras_metrics(scored.extras)
+        extras = [extras for extras, valid in zip(scored.extras, scored.valid, strict=True) if valid]
+        numbers = _host_metrics(metrics, updated) | extras_metrics(extras)
         return Stepped(numbers, batch, given, texts, scored)
 
     def _reward(

@@ -220,7 +220,7 @@ def test_rewards_of_every_kind_together(tmp_path: Path) -> None:
                 expected = (score[own] - score[own].mean()) / (score[own].std(ddof=1) + 1e-6)
             for row, advantage in zip(own, expected, strict=True):
                 np.testing.assert_allclose(rows[row]["advantages"], advantage, rtol=1e-3, atol=1e-4)
-        letters = [row["extras"]["digits/letters"] for row in rows if row["extras"]]
+        letters = [row["extras"]["digits/letters"] for row in rows if row["valid"] and row["extras"]]
         if letters:
             np.testing.assert_allclose(line["reward_extra/digits/letters/mean"], np.mean(letters), rtol=1e-6)
     assert failed > 3 and stopped > 3, (failed, stopped)
