@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import textwrap
 from typing import Any
 
@@ -12,6 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxrl_llm.algorithms.advantages import ESTIMATORS
+from jaxrl_llm.algorithms.losses import POLICY_LOSSES
 from jaxrl_llm.models.transformer import init_params, make_transformer
 from jaxrl_llm.steps import step as step_module
 from jaxrl_llm.steps.phases import Program, make_program
@@ -214,6 +217,21 @@ def test_remax_compares_to_a_greedy_response_of_its_own() -> None:
     expected = np.where(batch.response_mask, (scores - baselines)[:, None], 0)
     np.testing.assert_allclose(batch.advantages, expected, atol=1e-6)
     assert len(np.unique(baselines)) > 1 and (batch.advantages != 0).any()
+
+
+PAIRS = list(itertools.zip_longest(ESTIMATORS, POLICY_LOSSES, fillvalue="vanilla"))
+
+
+@pytest.mark.parametrize(("estimator", "loss"), PAIRS)
+def test_every_estimator_and_every_loss_in_the_whole_step(estimator: str, loss: str) -> None:
+    """Each is chosen by name in the config, and the step has the same types whichever it is."""
+    p = program(algorithm__estimator=estimator, actor__policy_loss=loss, actor__mini_batch_size=2)
+    state, metrics, batch = jax.eval_shape(
+        make_step(p, tiny.even_tokens), jax.eval_shape(lambda: start(p)), tiny.prompts(), step_key(0, 0)
+    )
+    assert (batch.advantages.shape, batch.advantages.dtype) == ((16, 8), jnp.float32)
+    same = jax.tree.map(lambda a, b: (a.shape, a.dtype) == (b.shape, b.dtype), state.actor.params, tiny.params())
+    assert all(jax.tree.leaves(same)) and {"actor/pg_loss", "actor/ppo_kl", "actor/entropy"} <= set(metrics)
 
 
 def test_equal_rewards_teach_nothing() -> None:
