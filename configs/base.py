@@ -50,6 +50,7 @@ def get_config() -> Any:
 def _model() -> dict:
     return {
         "path": "",  # Hugging Face folder or hub id of the actor; must be given
+        "fresh": False,  # True: random parameters in the shape of the folder's config.json; its weights are not read
         "dtype": "float32",  # of the computation: float32 | bfloat16 (logits, softmax and log-probs are always float32)
         "param_dtype": "float32",  # of the parameters and the optimizer's moments: float32 | bfloat16
         "scan_layers": True,  # True: one compiled layer, scanned (fast to compile). False: unrolled (faster on a CPU)
@@ -87,6 +88,7 @@ def _data() -> dict:
         "train_batch_size": 8,  # prompts a step; rollout.n responses to each
         "shuffle": True,  # a new order each epoch, a function of seed and epoch
         "prompt_key": "prompt",  # field of a record that holds the prompt: a string, or a list of chat messages
+        "response_key": "response",  # field that holds the answer to learn from, for jaxrl_llm.sft alone
         "prompt_template": "",  # with {field} of the record, instead of prompt_key: "What is {a}+{b}?"
         "chat_template": True,  # render prompts through the model's chat template; False: the bare text
         "system_prompt": "",  # first message of every chat; "": what the template does by itself

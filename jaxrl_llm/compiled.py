@@ -116,17 +116,8 @@ def compile_step(
         return made, made.out
 
     def train(role: str, training: Training, train_state: Any, batch: Batch, consumer: int) -> CompiledTraining:
-        def update(train_state: Any, batch: Batch, step: Array, index: Array) -> Any:
-            order_key, update_key = update_phase_keys(jax.random.fold_in(step_key(seed, step), consumer))
-            prompts = training.order(order_key)[index]
-            return training.update(train_state, batch.select(prompts), jax.random.fold_in(update_key, index))
-
-        # The new state lies where the old one lay, and takes over its buffers.
-        shardings = (jax.tree.map(lambda x: x.sharding, train_state), whole)
-        made = compiled(
-            f"update_{role}", update, train_state, batch, SCALAR, SCALAR, donate=(0,), out_shardings=shardings
-        )
-        return CompiledTraining(update=made, count=training.count)
+        name = f"update_{role}"
+        return compile_training(name, training, train_state, batch, layout, seed=seed, consumer=consumer, report=report)
 
     update_weights = compiled("update_weights", program.update_weights, state.actor.params)
     gen = sampler("gen", program.gen, GEN)
@@ -152,6 +143,35 @@ def compile_step(
         update_critic=train("critic", program.critic, state.critic, batch, CRITIC) if program.critic else None,
         update_actor=train("actor", program.actor, state.actor, batch, ACTOR),
     )
+
+
+def compile_training(
+    name: str,
+    training: Training,
+    state: Any,
+    batch: Batch,
+    layout: Layout,
+    *,
+    seed: int,
+    consumer: int,
+    report: Report,
+) -> CompiledTraining:
+    """(state, batch, step, index) -> (state, metrics): one mini-batch's update, which takes over the state's buffers.
+
+    Args:
+      state, batch: a TrainState and a batch like those to come, abstract, with their shardings.
+      consumer: what is folded into the step's key for this phase.
+    """
+
+    def update(state: Any, batch: Batch, step: Array, index: Array) -> Any:
+        order_key, update_key = update_phase_keys(jax.random.fold_in(step_key(seed, step), consumer))
+        prompts = training.order(order_key)[index]
+        return training.update(state, batch.select(prompts), jax.random.fold_in(update_key, index))
+
+    # The new state lies where the old one lay.
+    shardings = (jax.tree.map(lambda x: x.sharding, state), layout.replicated)
+    made = Compiled(name, update, state, batch, SCALAR, SCALAR, report=report, donate=(0,), out_shardings=shardings)
+    return CompiledTraining(update=made, count=training.count)
 
 
 def compile_reward(

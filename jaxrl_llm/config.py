@@ -41,6 +41,7 @@ Aggregation = Literal[
 @dataclasses.dataclass(frozen=True)
 class Model:
     path: str
+    fresh: bool
     dtype: DType
     param_dtype: DType
     scan_layers: bool
@@ -71,6 +72,7 @@ class Data:
     train_batch_size: Positive
     shuffle: bool
     prompt_key: str
+    response_key: str
     prompt_template: str
     chat_template: bool
     system_prompt: str

@@ -59,17 +59,11 @@ def evaluate(config: Config, *, run: str | None = None, samples: int = 4) -> dic
       run: a run's folder, whose newest checkpoint is evaluated; None is the model that the config names.
       samples: responses per prompt at rollout.temperature; 0 leaves "sampled" out.
     """
-    import jax
-
-    from jaxrl_llm.checkpoint import Checkpoints
-    from jaxrl_llm.compiled import Compiled, compile_reward, compile_sampler
-    from jaxrl_llm.evaluation import Evaluator
-    from jaxrl_llm.loading import build_program, load_inputs, load_model_params, make_layout
-    from jaxrl_llm.sharding import abstract as declared
-    from jaxrl_llm.sharding import abstract_like
+    from jaxrl_llm.compiled import Compiled
+    from jaxrl_llm.evaluation import make_evaluator
+    from jaxrl_llm.loading import build_program, load_inputs, make_layout, policy_params
     from jaxrl_llm.steps.phases import train_sampling
     from jaxrl_llm.steps.sampling import Sampling
-    from jaxrl_llm.steps.step import init_key
 
     def report(text: str) -> None:
         print(text, file=sys.stderr, flush=True)
@@ -77,49 +71,15 @@ def evaluate(config: Config, *, run: str | None = None, samples: int = 4) -> dic
     inputs = load_inputs(config, train=False)
     layout = make_layout(config)
     program = build_program(config, inputs, layout, total_steps=1)
-    step = 0
-    if run is None:
-        params = load_model_params(inputs.folder, program.actor_model, layout, init_key(config.seed, 0))
-    else:
-        declaration = program.actor_model.declare()
-        shapes = jax.tree.map(
-            lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
-            declared(declaration),
-            layout.params(declaration),
-        )
-        checkpoints = Checkpoints(Path(run) / "checkpoints")
-        state, _ = checkpoints.restore({"actor": {"params": shapes}}, partial=True)
-        params, step = state["actor"]["params"], checkpoints.latest_step() or 0
+    params, step = policy_params(program, inputs, run)
+    if run is not None:
         report(f"checkpoint of step {step}")
-    assert inputs.held_out is not None
-    prompts = next(inputs.held_out.eval_batches(config.eval.batch_size)).prompts
     view = Compiled("update_weights", program.update_weights, params, report=report)(params)
-    rewards = {"weights": tuple(inputs.rewards.weights.tolist()), "jax_rewards": inputs.rewards.jax_functions}
     results = {}
     for name, n, sampling in (("greedy", 1, Sampling(temperature=0.0)), ("sampled", samples, train_sampling(config))):
-        if n == 0:
-            continue
-        sample = compile_sampler(
-            program,
-            abstract_like(view),
-            abstract_like(layout.put_rows(prompts)),
-            n=n,
-            sampling=sampling,
-            report=report,
-            name=name,
-        )
-        evaluator = Evaluator(
-            data=inputs.held_out,
-            rewards=inputs.rewards,
-            tokenizer=inputs.tokenizer,
-            layout=layout,
-            stop=config.rollout.stop,
-            stops=program.stops,
-            sample=sample,
-            reward=compile_reward(layout, sample.out, **rewards, report=report),
-            batch_size=config.eval.batch_size,
-        )
-        results[name] = list(evaluator.rows(view, step))
+        if n:
+            evaluator = make_evaluator(program, inputs, view, n=n, sampling=sampling, report=report, name=name)
+            results[name] = list(evaluator.rows(view, step))
     return results
 
 

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
 
-from jaxrl_llm.compiled import Compiled
+from jaxrl_llm.compiled import Compiled, compile_reward, compile_sampler
 from jaxrl_llm.data import PromptBatch, PromptData
+from jaxrl_llm.loading import Inputs
 from jaxrl_llm.rewards import RewardSet, Scores
-from jaxrl_llm.sharding import Layout
+from jaxrl_llm.sharding import Layout, abstract_like
+from jaxrl_llm.steps.phases import Program
 from jaxrl_llm.steps.rollout import StopRules
+from jaxrl_llm.steps.sampling import Sampling
 from jaxrl_llm.tokenizer import cut_at_stop, decode_response
 from jaxrl_llm.types import FINISH_STOP, Batch, Params
 
@@ -102,6 +105,42 @@ class Evaluator:
         """The metrics of an evaluation, and its rows."""
         rows = list(self.rows(view, step))
         return evaluation_metrics(rows), rows
+
+
+def make_evaluator(
+    program: Program,
+    inputs: Inputs,
+    view: Any,
+    *,
+    n: int,
+    sampling: Sampling,
+    report: Callable[[str], None],
+    name: str = "testing",
+) -> Evaluator:
+    """Compiles what evaluation on the held-out prompts needs.
+
+    Args:
+      view: of the sampler, arrays or abstract, with shardings.
+      n: responses per prompt.
+      report: told what is being compiled, under `name`.
+    """
+    assert inputs.held_out is not None
+    config, layout = program.config, program.layout
+    first = next(inputs.held_out.eval_batches(config.eval.batch_size)).prompts
+    prompts = abstract_like(layout.put_rows(first))
+    sample = compile_sampler(program, abstract_like(view), prompts, n=n, sampling=sampling, report=report, name=name)
+    rewards = {"weights": tuple(inputs.rewards.weights.tolist()), "jax_rewards": inputs.rewards.jax_functions}
+    return Evaluator(
+        data=inputs.held_out,
+        rewards=inputs.rewards,
+        tokenizer=inputs.tokenizer,
+        layout=layout,
+        stop=config.rollout.stop,
+        stops=program.stops,
+        sample=sample,
+        reward=compile_reward(layout, sample.out, **rewards, report=report),
+        batch_size=config.eval.batch_size,
+    )
 
 
 def evaluation_metrics(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:

@@ -12,12 +12,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxrl_llm.checkpoint import Checkpoints
 from jaxrl_llm.config import Config, Rollout, check_devices, need_critic, need_reference
 from jaxrl_llm.data import PromptData
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.models import hf
 from jaxrl_llm.models.families import transformer_config
-from jaxrl_llm.models.transformer import make_transformer
+from jaxrl_llm.models.transformer import init_params, make_transformer
 from jaxrl_llm.rewards import RewardSet, make_rewards
 from jaxrl_llm.sharding import Layout, abstract, make_mesh
 from jaxrl_llm.steps.phases import Program, Training, make_program
@@ -206,7 +207,7 @@ def initial_state(program: Program, inputs: Inputs) -> RunState:
     """The state before the first step: every role's parameters from its folder, on the mesh."""
     config, layout = program.config, program.layout
     keys = [init_key(config.seed, role) for role in range(3)]
-    actor = load_model_params(inputs.folder, program.actor_model, layout, keys[0])
+    actor, _ = policy_params(program, inputs, None)
     critic, reference = None, None
     if program.critic_model is not None:
         critic = load_model_params(_folder(config.critic.path, inputs), program.critic_model, layout, keys[1])
@@ -214,6 +215,33 @@ def initial_state(program: Program, inputs: Inputs) -> RunState:
         reference = load_model_params(hf.find_folder(config.reference.path), program.actor_model, layout, keys[2])
     # Not donated: a leaf that is only passed on would then be handed back as the very same buffer, twice owned.
     return jax.jit(program.init, out_shardings=state_shardings(program))(actor, critic, reference)
+
+
+def policy_params(program: Program, inputs: Inputs, run: str | Path | None) -> tuple[Params, int]:
+    """The policy's parameters on the mesh, and the step that they are of.
+
+    Args:
+      run: a run's folder, whose newest checkpoint is read; None is where a run begins: the model's folder, or fresh
+        parameters (`model.fresh`).
+
+    Raises:
+      UserError, StorageError: naming what is missing or does not fit.
+    """
+    model, layout, config = program.actor_model, program.layout, program.config
+    declaration = model.declare()
+    if run is not None:
+        checkpoints = Checkpoints(Path(run) / "checkpoints")
+        shapes = jax.tree.map(
+            lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
+            abstract(declaration),
+            layout.params(declaration),
+        )
+        state, _ = checkpoints.restore({"actor": {"params": shapes}}, partial=True)
+        return state["actor"]["params"], checkpoints.latest_step() or 0
+    key = init_key(config.seed, 0)
+    if config.model.fresh:
+        return jax.jit(lambda key: init_params(model, key), out_shardings=layout.params(declaration))(key), 0
+    return load_model_params(inputs.folder, model, layout, key), 0
 
 
 def state_shardings(program: Program) -> RunState:

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+import codecs
+import functools
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
 
 from jaxrl_llm.data import PromptBatch
 from jaxrl_llm.rewards import Scores
+from jaxrl_llm.tokenizer import token_bytes
 from jaxrl_llm.types import FINISH_STOP, Batch
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
 
 # The per-token evidence of a row; what a batch does not have is left out.
 PER_TOKEN = (
@@ -28,6 +34,8 @@ PER_TOKEN = (
     "advantages",
     "returns",
 )
+# Tokens of a sample that are kept: so many from its start and its end.
+TOKENS_AT_START, TOKENS_AT_END = 1500, 500
 
 
 def rollout_rows(batch: Batch, given: PromptBatch, texts: Sequence[str], scored: Scores) -> list[dict[str, Any]]:
@@ -59,9 +67,64 @@ def rollout_rows(batch: Batch, given: PromptBatch, texts: Sequence[str], scored:
     return rows
 
 
-def sample_rows(rows: Sequence[dict[str, Any]], count: int) -> list[dict[str, Any]]:
-    """A few rows to look at, from best to worst score, without their per-token evidence."""
+def sample_rows(
+    rows: Sequence[dict[str, Any]], count: int, tokenizer: PreTrainedTokenizerFast
+) -> list[dict[str, Any]]:
+    """A few rows to look at, from best to worst score, each with its tokens as texts and what a report shows of them.
+
+    `tokens`, and beside each token its number in `advantages`, `log_probs` (old_log_probs, or the sampler's where no
+    pass made them) and `ref_log_prob` where there is a reference; tool output, which is not the policy's, has its place
+    in `not_own`. Of a very long response the middle is missing: `tokens_left_out` says after how many, and how many.
+    """
     ranked = sorted(rows, key=lambda row: -(row["score"] or 0.0))
     picked = [ranked[i] for i in np.unique(np.linspace(0, len(ranked) - 1, count).round().astype(int))]
     left_out = {*PER_TOKEN, "prompt_ids", "scores"}
-    return [{name: value for name, value in row.items() if name not in left_out} for row in picked]
+    return [
+        {name: value for name, value in row.items() if name not in left_out} | _token_columns(row, tokenizer)
+        for row in picked
+    ]
+
+
+def token_texts(tokenizer: PreTrainedTokenizerFast, ids: Iterable[int]) -> list[str]:
+    """What each token adds to the text; control tokens by their names.
+
+    A character that several tokens spell stands with the last of them and the others are empty, so that the texts
+    joined are the text; bytes that never become a character are U+FFFD.
+    """
+    by_id, names = _vocabulary(tokenizer, len(tokenizer))
+    decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+    texts = []
+    for i in ids:
+        if name := names.get(int(i)):
+            texts.append(decoder.decode(b"", final=True) + name)
+        else:
+            texts.append(decoder.decode(by_id[i] if i < len(by_id) else b""))
+    if texts:
+        texts[-1] += decoder.decode(b"", final=True)
+    return texts
+
+
+@functools.lru_cache(maxsize=4)
+def _vocabulary(tokenizer: PreTrainedTokenizerFast, size: int) -> tuple[list[bytes], dict[int, str]]:
+    """The bytes of each token by id, and the names of control tokens, of a tokenizer that has `size` of both."""
+    names = {i: token.content for i, token in tokenizer.added_tokens_decoder.items() if token.special}
+    return token_bytes(tokenizer), names
+
+
+def _token_columns(row: dict[str, Any], tokenizer: PreTrainedTokenizerFast) -> dict[str, Any]:
+    length = row["length"]
+    middle = range(TOKENS_AT_START, max(TOKENS_AT_START, length - TOKENS_AT_END))
+    kept = np.array([t for t in range(length) if t not in middle], int)
+    log_probs = row.get("old_log_probs", row.get("rollout_log_probs"))
+    columns = {"advantages": row.get("advantages"), "log_probs": log_probs, "ref_log_prob": row.get("ref_log_prob")}
+    texts = token_texts(tokenizer, row["responses"].tolist())
+    found: dict[str, Any] = {"tokens": [texts[t] for t in kept]}
+    # Four digits, since the numbers are there to be coloured by; rollouts/ has them whole.
+    for name, column in columns.items():
+        if column is not None:
+            found[name] = [float(f"{value:.4g}") for value in column[kept].tolist()]
+    if not row["response_mask"].all():
+        found["not_own"] = np.flatnonzero(~row["response_mask"][kept]).tolist()
+    if len(middle):
+        found["tokens_left_out"] = {"after": TOKENS_AT_START, "count": len(middle)}
+    return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 
 from jaxrl_llm.errors import UserError
 
@@ -23,16 +24,55 @@ def addition(
     """
     if not 1 <= digits <= 9:
         raise UserError(f"addition: digits must be from 1 to 9, found {digits}")
-    if split not in ("all", "train", "test"):
-        raise UserError(f"addition: split must be all, train or test, found {split!r}")
-    if not 0 <= held_out <= 1:
-        raise UserError(f"addition: held_out must be in [0, 1], found {held_out!r}")
-    base = 10**digits
-    draw = random.Random(seed)
+    _check_split(split, held_out)
+    pairs = _pairs(10**digits, split, held_out, random.Random(seed))
+    return [{"prompt": f"What is {a}+{b}?", "answer": str(a + b), "data_source": data_source} for a, b in pairs]
+
+
+def column_sums(
+    split: str = "all",
+    held_out: float = 0.1,
+    seed: int = 0,
+    forget: float = 0.0,
+    copies: int = 1,
+    data_source: str = "column_sums",
+) -> list[dict[str, str]]:
+    """Sums of two numbers below 100, as `47+38=`, with a `response` to learn from: "85", or "75" where the carry was
+    forgotten.
+
+    Args:
+      split, held_out, seed: as in `addition`.
+      forget: share of the lines whose response forgets the carry of the ones, drawn by seed; only sums with a carry are
+        any different.
+      copies: lines of each pair, each forgetting or not by itself.
+
+    >>> column_sums()[4738]
+    {'prompt': '47+38=', 'response': '85', 'answer': '85', 'data_source': 'column_sums'}
+    >>> column_sums(forget=1.0)[4738]["response"]
+    '75'
+    """
+    _check_split(split, held_out)
+    if not 0 <= forget <= 1:
+        raise UserError(f"column_sums: forget must be in [0, 1], found {forget!r}")
+    if copies < 1:
+        raise UserError(f"column_sums: copies must be at least 1, found {copies}")
+    draw, found = random.Random(seed), []
+    for a, b in _pairs(100, split, held_out, draw):
+        for _ in range(copies):
+            lost = 10 if a % 10 + b % 10 > 9 and draw.random() < forget else 0
+            line = {"prompt": f"{a}+{b}=", "response": str(a + b - lost), "answer": str(a + b)}
+            found.append({**line, "data_source": data_source})
+    return found
+
+
+def _pairs(base: int, split: str, held_out: float, draw: random.Random) -> Iterator[tuple[int, int]]:
     pairs = range(base**2) if base**2 <= MOST_RECORDS else draw.sample(range(base**2), MOST_RECORDS)
     tested = set(draw.sample(pairs, round(len(pairs) * held_out)))
-    chosen = [pair for pair in pairs if split == "all" or (pair in tested) == (split == "test")]
-    return [
-        {"prompt": f"What is {a}+{b}?", "answer": str(a + b), "data_source": data_source}
-        for a, b in (divmod(pair, base) for pair in chosen)
-    ]
+    return (divmod(pair, base) for pair in pairs if split == "all" or (pair in tested) == (split == "test"))
+
+
+def _check_split(split: str, held_out: float) -> None:
+    if split not in ("all", "train", "test"):
+        raise UserError(f"split must be all, train or test, found {split!r}")
+    if not 0 <= held_out <= 1:
+        raise UserError(f"held_out must be in [0, 1], found {held_out!r}")

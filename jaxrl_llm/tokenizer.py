@@ -97,6 +97,11 @@ def render_prompt(
     return control.bos + ids
 
 
+def encode_response(tokenizer: PreTrainedTokenizerFast, text: str, eos_id: int) -> list[int]:
+    """The ids of a response to be learned: plain text, which never becomes a control token, and the end."""
+    return [*_encode_plain(tokenizer, text, _control_tokens(tokenizer)), eos_id]
+
+
 def _messages(prompt: str | Chat, system_prompt: str | None) -> list[dict[str, Any]]:
     if isinstance(prompt, str):
         prompt = [{"role": "user", "content": prompt}]

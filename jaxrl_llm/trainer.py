@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple, Self
@@ -19,16 +19,17 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxrl_llm.checkpoint import Checkpoints
-from jaxrl_llm.compiled import Compiled, CompiledTraining, compile_reward, compile_sampler, compile_step
+from jaxrl_llm.compiled import Compiled, CompiledTraining, compile_step
 from jaxrl_llm.config import Config, notices, resume_differences, to_json
 from jaxrl_llm.data import PromptBatch, PromptData, epoch_steps
 from jaxrl_llm.errors import RunAborted, UserError
-from jaxrl_llm.evaluation import Evaluator, response_texts, score_texts
+from jaxrl_llm.evaluation import Evaluator, make_evaluator, response_texts, score_texts
 from jaxrl_llm.loading import abstract_state, build_program, initial_state, load_inputs, make_layout
 from jaxrl_llm.metrics import extras_metrics, timing_metrics, variance_proxy
 from jaxrl_llm.rewards import Scores
 from jaxrl_llm.samples import rollout_rows, sample_rows
 from jaxrl_llm.sharding import abstract_like
+from jaxrl_llm.steps.phases import Program
 from jaxrl_llm.steps.sampling import Sampling
 from jaxrl_llm.steps.step import prefixed
 from jaxrl_llm.steps.update import summarize
@@ -58,7 +59,7 @@ class Stepped(NamedTuple):
     batch: Batch
     given: PromptBatch
     texts: list[str]  # B responses
-    scored: Scores
+    scored: Scores | None  # None where nothing was scored
 
 
 class Run:
@@ -76,7 +77,7 @@ class Run:
         epochs = epoch_steps(len(self._data), config.data.train_batch_size, config.trainer.epochs)
         self.total_steps = epochs if config.trainer.epochs else config.trainer.steps
         self._layout = make_layout(config)
-        self._program = build_program(config, self._inputs, self._layout, self.total_steps)
+        self._program = self._make_program()
         self._checkpoints, changed = self._open_checkpoints(workdir)
         resumed = self._checkpoints.latest_step() if self._checkpoints else None
         self._state, self._cursor = self._restore(resumed)
@@ -141,7 +142,7 @@ class Run:
         done = jax.device_put(np.int32(self.step), self._layout.replicated)
         self._state = self._state.replace(kl_coef=kl_coef, step=done)
         extras = [extras for extras, valid in zip(scored.extras, scored.valid, strict=True) if valid]
-        numbers = _host_metrics(metrics, updated) | extras_metrics(extras)
+        numbers = host_metrics(metrics, updated) | extras_metrics(extras)
         return Stepped(numbers, batch, given, texts, scored)
 
     def _reward(
@@ -227,6 +228,9 @@ class Run:
 
     # Before the first step
 
+    def _make_program(self) -> Program:
+        return build_program(self.config, self._inputs, self._layout, self.total_steps)
+
     def _open_checkpoints(self, workdir: str | Path | None) -> tuple[Checkpoints | None, list[str]]:
         """The checkpoints, and how the configuration differs from that of the run in the folder."""
         if workdir is None:
@@ -256,29 +260,20 @@ class Run:
         prompts = layout.put_rows(self._data.batch(self._cursor, self.config.data.train_batch_size).prompts)
         rewards = {"weights": tuple(inputs.rewards.weights.tolist()), "jax_rewards": inputs.rewards.jax_functions}
         self._phases = compile_step(program, self._state, abstract_like(prompts), **rewards, report=self._note)
-        self._evaluator = None
-        if inputs.held_out is not None:
-            e = self.config.eval
-            first = next(inputs.held_out.eval_batches(e.batch_size))
-            sample = compile_sampler(
-                program,
-                self._phases.update_weights.out,
-                abstract_like(layout.put_rows(first.prompts)),
-                n=e.n,
-                sampling=Sampling(temperature=e.temperature),
-                report=self._note,
-            )
-            self._evaluator = Evaluator(
-                data=inputs.held_out,
-                rewards=inputs.rewards,
-                tokenizer=inputs.tokenizer,
-                layout=layout,
-                stop=self.config.rollout.stop,
-                stops=program.stops,
-                sample=sample,
-                reward=compile_reward(layout, sample.out, **rewards, report=self._note),
-                batch_size=e.batch_size,
-            )
+        self._evaluator = self._compile_evaluator(self._phases.update_weights)
+
+    def _compile_evaluator(self, update_weights: Compiled) -> Evaluator | None:
+        self._update_weights = update_weights
+        if self._inputs.held_out is None:
+            return None
+        return make_evaluator(
+            self._program,
+            self._inputs,
+            update_weights.out,
+            n=self.config.eval.n,
+            sampling=Sampling(temperature=self.config.eval.temperature),
+            report=self._note,
+        )
 
     # After a step
 
@@ -286,12 +281,12 @@ class Run:
         if self._evaluator is None:
             return {}
         with self._timers("testing"):
-            metrics, _ = self._evaluator(self._phases.update_weights(self._state.actor.params), self.step)
+            metrics, _ = self._evaluator(self._update_weights(self._state.actor.params), self.step)
         return metrics
 
     def _why_stop(self, stepped: Stepped) -> str:
         """Why the run cannot learn any more; "" if it can."""
-        if stepped.metrics["reward/failed_ratio"] == 1:
+        if stepped.scored and stepped.metrics["reward/failed_ratio"] == 1:
             failures = stepped.scored.failures
             first = failures[0] if failures else "a JAX reward's score was not finite"
             return f"the reward failed on every response; the first failure:\n{first}"
@@ -305,9 +300,9 @@ class Run:
         return ""
 
     def _show(self, stepped: Stepped) -> None:
-        if self._writer is None:
-            return
         _, batch, given, texts, scored = stepped
+        if self._writer is None or scored is None:
+            return
         if scored.failures and not self._told_of_failures:
             self._told_of_failures = True
             failed = f"the reward failed on {scored.num_failed} of {len(texts)} responses"
@@ -320,7 +315,7 @@ class Run:
             if logging.rollout_dump:
                 self._writer.rollouts(self.step, rows)
             if samples:
-                self._writer.samples(self.step, sample_rows(rows, logging.samples_to_show))
+                self._writer.samples(self.step, sample_rows(rows, logging.samples_to_show, self._inputs.tokenizer))
 
     def _write(self, step: int, metrics: Metrics) -> None:
         if self._writer and metrics:
@@ -359,12 +354,18 @@ class Timers:
         self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - start
 
 
-def _host_metrics(metrics: Any, updated: dict[str, list[Any]]) -> Metrics:
-    """Everything a step measured on its devices, fetched at once, as numbers."""
+def host_metrics(metrics: Any, updated: dict[str, list[Any]], prefix: Mapping[str, str] | None = None) -> Metrics:
+    """Everything a step measured on its devices, fetched at once, as numbers.
+
+    Args:
+      metrics: scalars by name.
+      updated: for each role the metrics of its updates.
+      prefix: role -> what its metrics' names begin with, where that is not the role.
+    """
     metrics, updated = jax.device_get((metrics, updated))
     for role, updates in updated.items():
         stacked: Any = {name: np.stack([update[name] for update in updates]) for name in updates[0]}
-        metrics |= prefixed(role, summarize(stacked, np))
+        metrics |= prefixed((prefix or {}).get(role, role), summarize(stacked, np))
     metrics |= variance_proxy(metrics, np)
     return {name: float(value) for name, value in metrics.items()}
 

@@ -35,16 +35,19 @@ ALLOWED: dict[str, set[str]] = {
     "metrics": BASE | {"algorithms", "types"},
     "progress": BASE,
     "writers": CONFIG | {"progress"},
-    "samples": BASE | {"data", "rewards", "types"},
+    "samples": BASE | {"data", "rewards", "tokenizer", "types"},
     "models": BASE | {"types"},
     "steps": CONFIG | {"types", "models", "metrics", "sharding"},
     "loading": HOST | {"models", "steps"},
     "compiled": HOST | {"models", "steps"},
-    "evaluation": HOST | {"models", "steps", "compiled"},
+    "evaluation": HOST | {"models", "steps", "compiled", "loading"},
     "trainer": HOST | {"models", "steps", "loading", "compiled", "evaluation", "samples"},
     "train": {"command_line", "errors", "trainer"},
     "evaluate": HOST | {"command_line", "models", "steps", "loading", "compiled", "evaluation"},
     "fetch": BASE | {"models"},
+    "sft": HOST | {"command_line", "models", "steps", "compiled", "trainer"},
+    "export": {"command_line", "errors", "loading", "models"},
+    "quickstart": BASE | {"models"},
 }
 
 

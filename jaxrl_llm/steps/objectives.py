@@ -99,6 +99,20 @@ def _mismatch(log_probs: Array, rollout_log_probs: Array, mask: Array, norm: Nor
     }
 
 
+def make_sft_loss(model: Model, *, aggregation: str, scale_factor: float, chunk_tokens: int) -> LossFn:
+    """Cross-entropy of given responses, agg(−log π), in nats."""
+
+    def loss_fn(params: Params, rows: Batch, norm: Norm, key: Array) -> tuple[Array, Metrics]:
+        del key
+        rows.require("loss_mask", phase="update_actor")
+        assert rows.loss_mask is not None
+        stats = score_tokens(model, params, rows, temperature=1.0, chunk_tokens=chunk_tokens, with_entropy=False)
+        loss = aggregate(-stats.log_probs, rows.loss_mask, aggregation, norm, scale_factor=scale_factor)
+        return loss, {}
+
+    return loss_fn
+
+
 def make_critic_loss(model: Model, *, cliprange_value: float, aggregation: str, scale_factor: float) -> LossFn:
     """½ · agg(max((v − R)², (clip(v, V ± cliprange_value) − R)²)) with V the values before the update."""
 

@@ -20,7 +20,7 @@ from jaxrl_llm.metrics import data_metrics
 from jaxrl_llm.models.transformer import stack_layers, unstack_layers
 from jaxrl_llm.sharding import Layout
 from jaxrl_llm.steps.advantage import compute_advantages
-from jaxrl_llm.steps.objectives import make_actor_loss, make_critic_loss
+from jaxrl_llm.steps.objectives import make_actor_loss, make_critic_loss, make_sft_loss
 from jaxrl_llm.steps.optimizer import make_optimizer, make_schedule
 from jaxrl_llm.steps.rollout import StopRules, no_stop_rules, rollout
 from jaxrl_llm.steps.sampling import Sampling
@@ -307,14 +307,31 @@ def critic_loss(config: Config, critic: Model) -> LossFn:
     )
 
 
+def make_sft(config: Config, actor: Model, layout: Layout, total_steps: int) -> Training:
+    """The actor trained on given responses, one to a prompt."""
+    loss_fn = make_sft_loss(
+        actor,
+        aggregation=config.actor.loss_agg_mode or "token-mean",
+        scale_factor=config.actor.loss_scale_factor,
+        chunk_tokens=config.model.logprob_chunk * layout.batch_shards,
+    )
+    return _training(config, config.actor, config.optimizer, loss_fn, layout, total_steps, n=1)
+
+
 def _training(
-    config: Config, role: Actor | Critic, optimizer: Optimizer, loss_fn: LossFn, layout: Layout, steps: int
+    config: Config,
+    role: Actor | Critic,
+    optimizer: Optimizer,
+    loss_fn: LossFn,
+    layout: Layout,
+    steps: int,
+    n: int | None = None,
 ) -> Training:
     prompts, size = config.data.train_batch_size, role.mini_batch_size
     count = role.epochs * (prompts // size)
     total = steps * count
     schedule, transform = make_schedule(optimizer, total), make_optimizer(optimizer, total)
-    n = config.rollout.n
+    n = n or config.rollout.n
     parts, group = _micro_batches(size * n, n, role.micro_batch_size, layout)
     # Not metrics of rows: they must not add up over micro-batches.
     constants = {"kl_coef": role.kl_loss_coef} if isinstance(role, Actor) and role.use_kl_loss else {}

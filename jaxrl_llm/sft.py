@@ -1,0 +1,131 @@
+"""Supervised fine-tuning: cross-entropy on given responses, with the trainer's updates, checkpoints and evaluation.
+
+python -m jaxrl_llm.sft --config configs/quickstart_sft.py --workdir runs/quickstart_sft
+
+Records hold a prompt (`data.prompt_key` or `data.prompt_template`) and the response to learn (`data.response_key`).
+What comes out is a run's folder as any other: evaluate it, export it, or train the exported model further.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import jax
+import numpy as np
+
+from jaxrl_llm.command_line import make_parser, parse_args
+from jaxrl_llm.compiled import Compiled, CompiledTraining, compile_training
+from jaxrl_llm.config import Config
+from jaxrl_llm.data import PromptBatch, field
+from jaxrl_llm.errors import RunAborted, StorageError, UserError
+from jaxrl_llm.models import hf
+from jaxrl_llm.sharding import abstract_like
+from jaxrl_llm.steps.phases import Program, make_sft
+from jaxrl_llm.steps.step import ACTOR
+from jaxrl_llm.tokenizer import encode_response
+from jaxrl_llm.trainer import Run, Stepped, host_metrics
+from jaxrl_llm.types import FINISH_LENGTH, FINISH_STOP, Batch
+
+
+class SftRun(Run):
+    """A run like that of `fit`, whose step reads its responses instead of sampling and scoring them."""
+
+    def _make_program(self) -> Program:
+        program = super()._make_program()
+        training = make_sft(self.config, program.actor_model, self._layout, self.total_steps)
+        self._eos_id = hf.read_eos_ids(self._inputs.folder)[0]
+        return dataclasses.replace(program, actor=training, critic=None, critic_model=None, ref=None)
+
+    def _compile(self) -> None:
+        self._note("compiling the update (once, before the first step)")
+        state = abstract_like(self._state)
+        batch = self._layout.put_rows(self._batch(self._data.batch(self._cursor, self.config.data.train_batch_size)))
+        self._training: CompiledTraining = compile_training(
+            "update",
+            self._program.actor,
+            state.actor,
+            abstract_like(batch),
+            self._layout,
+            seed=self.config.seed,
+            consumer=ACTOR,
+            report=self._note,
+        )
+        view = Compiled("update_weights", self._program.update_weights, state.actor.params, report=self._note)
+        self._evaluator = self._compile_evaluator(view)
+
+    def _batch(self, given: PromptBatch) -> Batch:
+        """The prompts with their responses, cut at the frame's width, as one finished batch on the host."""
+        rows, width = len(given.records), self.config.rollout.response_length
+        responses, mask = np.zeros((rows, width), np.int32), np.zeros((rows, width), np.bool_)
+        for row, record in enumerate(given.records):
+            text = field(record, self.config.data.response_key)
+            if not isinstance(text, str):
+                raise UserError(f"field {self.config.data.response_key!r}: a response is a string, found {text!r:.40}")
+            ids = encode_response(self._inputs.tokenizer, text, self._eos_id)[:width]
+            responses[row, : len(ids)], mask[row, : len(ids)] = ids, True
+        length = mask.sum(1, dtype=np.int32)
+        ended = responses[np.arange(rows), np.maximum(length - 1, 0)] == self._eos_id
+        found: dict = {
+            "prompts": given.prompts.prompts,
+            "prompt_mask": given.prompts.prompt_mask,
+            "prompt_valid": given.prompts.prompt_valid,
+            "record_arrays": {},
+            "uid": given.prompts.uid,
+            "responses": responses,
+            "response_mask": mask,
+            "response_length": length,
+            "rollout_log_probs": None,
+            "finish_reason": np.where(ended, FINISH_STOP, FINISH_LENGTH).astype(np.int32),
+            "loss_mask": mask,
+        }
+        return Batch(**found)
+
+    def _step(self) -> Stepped:
+        timer, number = self._timers, np.int32(self.step)
+        with timer("data") as wait:
+            given = self._data.batch(self._cursor, self.config.data.train_batch_size)
+            host = self._batch(given)
+            batch = wait(self._layout.put_rows(host))
+        with timer("update_actor"):
+            updated = self._train("actor", self._training, batch, number)
+        self.step, self._cursor = self.step + 1, given.cursor
+        done = jax.device_put(np.int32(self.step), self._layout.replicated)
+        self._state = self._state.replace(step=done)
+        prompt_tokens, response_tokens = int(np.sum(host.prompt_mask)), int(np.sum(host.response_mask))
+        metrics = host_metrics({}, {"actor": updated}, prefix={"actor": "train"}) | {
+            "response_length/mean": response_tokens / len(given.records),
+            "perf/response_tokens": float(response_tokens),
+            "perf/total_num_tokens": float(prompt_tokens + response_tokens),
+        }
+        return Stepped(metrics, batch, given, [], None)
+
+
+def sft(config: Config, workdir: str | Path | None = None) -> SftRun:
+    """A supervised run of `config`: iterate over it for (metrics, batch) of each step, as over `fit`'s.
+
+    Raises:
+      UserError: something in the config, the data, a model or the folder is wrong; before the first step.
+    """
+    return SftRun(config, workdir)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The exit code: 0 done, 2 user error, 3 numeric abort, 4 storage."""
+    try:
+        parser = make_parser("sft", "Fine-tunes a language model on given responses.")
+        config, args = parse_args(parser, sys.argv[1:] if argv is None else argv)
+        with sft(config, args.workdir) as run:
+            for _ in run:
+                pass
+        print(f"done: {Path(args.workdir)}; next: python -m jaxrl_llm.export {args.workdir} FOLDER")
+    except (UserError, RunAborted, StorageError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
