@@ -71,7 +71,7 @@ def evaluate(config: Config, *, run: str | None = None, samples: int = 4) -> dic
     inputs = load_inputs(config, train=False)
     layout = make_layout(config)
     program = build_program(config, inputs, layout, total_steps=1)
-    params, step = policy_params(program, inputs, run)
+    params, step = policy_params(config, program.actor_model, layout, inputs.folder, run)
     if run is not None:
         report(f"checkpoint of step {step}")
     view = Compiled("update_weights", program.update_weights, params, report=report)(params)
@@ -90,18 +90,10 @@ def summary(name: str, rows: Sequence[dict[str, Any]]) -> str:
     >>> summary("greedy", [{"uid": i, "score": float(i < 90), **row} for i in range(100)])
     'greedy   0.900 [0.826, 0.945]  100 problems x 1, mean length 3.0, 0% truncated'
     """
-    from jaxrl_llm.evaluation import wilson_interval
+    from jaxrl_llm.evaluation import score_interval
 
-    by_problem: dict[int, list[float]] = {}
-    for row in rows:
-        by_problem.setdefault(row["uid"], []).append(row["score"] or 0.0)
-    means = np.array([np.mean(scores) for scores in by_problem.values()])
-    mean, count = float(means.mean()), len(means)
-    if set(np.unique(means)) <= {0.0, 1.0}:
-        low, high = wilson_interval(float(means.sum()), count)
-    else:  # scores of one problem hang together: the problems are the independent draws
-        half = 1.96 * float(means.std(ddof=1)) / count**0.5 if count > 1 else 0.0
-        low, high = mean - half, mean + half
+    mean, low, high = score_interval(rows)
+    count = len({row["uid"] for row in rows})
     n = len(rows) // count
     length = np.mean([row["length"] for row in rows])
     truncated = np.mean([row["finish_reason"] == "length" for row in rows])

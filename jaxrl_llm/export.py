@@ -12,7 +12,7 @@ from pathlib import Path
 
 from jaxrl_llm.command_line import load_config
 from jaxrl_llm.errors import StorageError, UserError
-from jaxrl_llm.loading import build_program, load_inputs, make_layout, policy_params
+from jaxrl_llm.loading import load_inputs, make_layout, make_models, policy_params
 from jaxrl_llm.models import hf
 
 
@@ -25,8 +25,9 @@ def export(run: str | Path, folder: str | Path) -> int:
     """
     config = load_config(Path(run) / "config.json")
     inputs = load_inputs(config, train=False)
-    program = build_program(config, inputs, make_layout(config), total_steps=1)
-    params, step = policy_params(program, inputs, run)
+    layout = make_layout(config)
+    model, _ = make_models(config, inputs, layout)
+    params, step = policy_params(config, model, layout, inputs.folder, run)
     hf.save_params(Path(folder), params, hf.read_config(inputs.folder), source=inputs.folder)
     return step
 

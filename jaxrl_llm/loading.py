@@ -207,7 +207,7 @@ def initial_state(program: Program, inputs: Inputs) -> RunState:
     """The state before the first step: every role's parameters from its folder, on the mesh."""
     config, layout = program.config, program.layout
     keys = [init_key(config.seed, role) for role in range(3)]
-    actor, _ = policy_params(program, inputs, None)
+    actor, _ = policy_params(config, program.actor_model, layout, inputs.folder)
     critic, reference = None, None
     if program.critic_model is not None:
         critic = load_model_params(_folder(config.critic.path, inputs), program.critic_model, layout, keys[1])
@@ -217,17 +217,19 @@ def initial_state(program: Program, inputs: Inputs) -> RunState:
     return jax.jit(program.init, out_shardings=state_shardings(program))(actor, critic, reference)
 
 
-def policy_params(program: Program, inputs: Inputs, run: str | Path | None) -> tuple[Params, int]:
+def policy_params(
+    config: Config, model: Model, layout: Layout, folder: Path, run: str | Path | None = None
+) -> tuple[Params, int]:
     """The policy's parameters on the mesh, and the step that they are of.
 
     Args:
+      folder: of the model.
       run: a run's folder, whose newest checkpoint is read; None is where a run begins: the model's folder, or fresh
         parameters (`model.fresh`).
 
     Raises:
       UserError, StorageError: naming what is missing or does not fit.
     """
-    model, layout, config = program.actor_model, program.layout, program.config
     declaration = model.declare()
     if run is not None:
         checkpoints = Checkpoints(Path(run) / "checkpoints")
@@ -241,7 +243,7 @@ def policy_params(program: Program, inputs: Inputs, run: str | Path | None) -> t
     key = init_key(config.seed, 0)
     if config.model.fresh:
         return jax.jit(lambda key: init_params(model, key), out_shardings=layout.params(declaration))(key), 0
-    return load_model_params(inputs.folder, model, layout, key), 0
+    return load_model_params(folder, model, layout, key), 0
 
 
 def state_shardings(program: Program) -> RunState:

@@ -1,0 +1,216 @@
+"""Asks a model, or a run's newest checkpoint: responses to prompts, as they are sampled.
+
+python -m jaxrl_llm.generate --model models/smollm2-135m "What is 3+4?"
+python -m jaxrl_llm.generate --model runs/addition --samples 4 --temperature 0.7 --file questions.txt
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxrl_llm.command_line import load_config
+from jaxrl_llm.config import Config, from_config_dict
+from jaxrl_llm.errors import StorageError, UserError
+from jaxrl_llm.loading import load_inputs, make_layout, make_models, policy_params, stop_rules
+from jaxrl_llm.models import hf
+from jaxrl_llm.steps.rollout import append, decode, row_keys, start_decoding
+from jaxrl_llm.steps.sampling import Sampling
+from jaxrl_llm.tokenizer import cut_at_stop, decode_response, load_tokenizer, render_prompt
+from jaxrl_llm.types import FINISH_LENGTH, FINISH_STOP, DecodeState
+
+CHUNK = 8  # tokens between two looks at what has been sampled
+
+
+def config_of(model: str, chat: bool | None = None) -> tuple[Config, str | None]:
+    """The configuration to load `model` by, and its folder if it is a run.
+
+    Args:
+      model: a run's folder, a Hugging Face folder or a hub id.
+      chat: whether prompts go through the chat template; None: as the run did, or if the model has one.
+
+    Raises:
+      UserError: there is no such model.
+    """
+    if (Path(model) / "checkpoints").is_dir():
+        changes: dict[str, Any] = {"data.eval": (), "eval.interval": 0}
+        return load_config(
+            Path(model) / "config.json", changes | ({} if chat is None else {"data.chat_template": chat})
+        ), model
+    from configs import base
+
+    raw = base.get_config()
+    raw.model.path = model
+    template = load_tokenizer(hf.find_folder(model)).chat_template
+    raw.data.update(train=("given on the command line",), chat_template=bool(template) if chat is None else chat)
+    raw.reward.functions = ("exact",)  # a configuration must have one; nothing is scored here
+    return from_config_dict(raw), None
+
+
+def generate(
+    model: str,
+    prompts: Sequence[str],
+    *,
+    samples: int = 1,
+    max_new_tokens: int = 256,
+    sampling: Sampling | None = None,
+    seed: int = 0,
+    chat: bool | None = None,
+    report: Callable[[str], None] = lambda text: None,
+) -> Iterator[list[tuple[str, bool]]]:
+    """Yields, every few tokens, what has been sampled so far: for each prompt's samples in order (text, whether it has
+    ended).
+
+    Args:
+      model: a run's folder, a Hugging Face folder or a hub id.
+      samples: responses per prompt.
+      sampling: temperature 1 by default.
+      chat: see `config_of`.
+      report: told what is going on before the first token.
+
+    Raises:
+      UserError: no such model, an empty prompt, or more tokens than the model has positions.
+    """
+    config, run = config_of(model, chat)
+    data = config.data
+    tokenizer = load_tokenizer(hf.find_folder(config.model.path))
+    ids = [
+        render_prompt(
+            tokenizer,
+            prompt,
+            chat_template=data.chat_template,
+            system_prompt=data.system_prompt or None,
+            template_kwargs=data.template_kwargs,
+        )
+        for prompt in prompts
+    ]
+    width = max(map(len, ids))
+    lengths = dataclasses.replace(config.rollout, prompt_length=width, response_length=max_new_tokens)
+    config = dataclasses.replace(config, rollout=lengths)
+    inputs, layout = load_inputs(config, train=False), make_layout(config)
+    actor, _ = make_models(config, inputs, layout)
+    params, step = policy_params(config, actor, layout, inputs.folder, run)
+    report(f"{model}, step {step}" if run else model)
+    stops = stop_rules(config.rollout, tokenizer, hf.read_eos_ids(inputs.folder), actor.vocab_size)
+    chosen = sampling or Sampling()
+    tokens, mask = np.zeros((len(ids), width), np.int32), np.zeros((len(ids), width), np.bool_)
+    for row, prompt in enumerate(ids):
+        tokens[row, -len(prompt) :], mask[row, -len(prompt) :] = prompt, True
+
+    def begin(params: Any, tokens: Any, mask: Any, key: Any) -> Any:
+        hidden, cache = append(actor, params, actor.init_cache(*tokens.shape), tokens, mask)
+        rows = len(ids) * samples
+        keys = row_keys(key, jnp.arange(len(ids)), samples)
+        state = start_decoding(
+            jnp.repeat(hidden, samples, 0), keys, jnp.full(rows, max_new_tokens, jnp.int32), max_new_tokens
+        )
+        return cache.fork(samples, max_new_tokens), state
+
+    @jax.jit
+    def go_on(params: Any, cache: Any, state: DecodeState, stops: Any) -> Any:
+        # A row that has only reached the end of its last chunk is still active.
+        paused = (state.finish_reason == FINISH_LENGTH) & (state.length < max_new_tokens)
+        limit = jnp.minimum(state.length + CHUNK, max_new_tokens)
+        state = state.replace(max_new_tokens=limit, finish_reason=jnp.where(paused, 0, state.finish_reason))
+        return decode(actor, params, cache, state, sampling=chosen, stops=stops)
+
+    cache, state = jax.jit(begin)(params, tokens, mask, jax.random.key(seed))
+    stop_ids = set(np.asarray(stops.ids).tolist())
+    ended = False
+    while not ended:
+        cache, state = go_on(params, cache, state, stops)
+        rows = jax.device_get((state.responses, state.length, state.finish_reason))
+        found = []
+        for response, length, reason in zip(*rows, strict=True):
+            own = response[:length].tolist()
+            if reason == FINISH_STOP and own[-1] in stop_ids:
+                own.pop()
+            text = cut_at_stop(decode_response(tokenizer, own), config.rollout.stop)
+            found.append((text, bool(reason == FINISH_STOP or length >= max_new_tokens)))
+        yield found
+        ended = all(done for _, done in found)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The exit code: 0 done, 2 user error, 4 storage."""
+    parser = argparse.ArgumentParser(prog="python -m jaxrl_llm.generate", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("prompts", nargs="*", metavar="PROMPT")
+    parser.add_argument("--model", required=True, help="a run's folder, a Hugging Face folder or a hub id")
+    parser.add_argument("--file", type=Path, help="a text file with one prompt a line")
+    parser.add_argument("--samples", type=int, default=1, help="responses to each prompt")
+    parser.add_argument("--max-new-tokens", type=int, default=256)
+    parser.add_argument("--temperature", type=float, default=1.0, help="0: greedy")
+    parser.add_argument("--top-p", type=float, default=1.0)
+    parser.add_argument("--top-k", type=int, default=0)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--chat", action=argparse.BooleanOptionalAction, help="through the chat template (default: if there is one)"
+    )
+    args = parser.parse_args(sys.argv[1:] if argv is None else list(argv))
+    try:
+        prompts = [*args.prompts, *_lines(args.file)]
+        if not prompts:
+            raise UserError("no prompt: give one or several, or --file FILE")
+        if args.samples < 1 or args.max_new_tokens < 1:
+            raise UserError(f"--samples={args.samples}, --max-new-tokens={args.max_new_tokens}: both at least 1")
+        if args.temperature < 0 or not 0 < args.top_p <= 1 or args.top_k < 0:
+            raise UserError("--temperature and --top-k must be at least 0, --top-p in (0, 1]")
+        sampling = Sampling(temperature=args.temperature, top_p=args.top_p, top_k=args.top_k)
+        so_far = generate(
+            args.model,
+            prompts,
+            samples=args.samples,
+            max_new_tokens=args.max_new_tokens,
+            sampling=sampling,
+            seed=args.seed,
+            chat=args.chat,
+            report=lambda text: print(text, file=sys.stderr, flush=True),
+        )
+        _show(prompts, args.samples, so_far)
+    except (UserError, StorageError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    return 0
+
+
+def _lines(path: Path | None) -> list[str]:
+    if path is None:
+        return []
+    try:
+        return [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"--file={path}: {error}") from error
+
+
+def _show(prompts: Sequence[str], samples: int, so_far: Iterator[list[tuple[str, bool]]]) -> None:
+    """One response alone is written as it comes; of several each in its turn, as soon as it has ended."""
+    alone, shown, done = len(prompts) * samples == 1, 0, 0
+    if alone:
+        print(f"> {prompts[0]}", flush=True)
+    for rows in so_far:
+        if alone:
+            # What may still change, a character whose bytes are not all there yet, waits.
+            text, ended = rows[0]
+            text = text if ended else text.rstrip("\ufffd")
+            print(text[shown:], end="", flush=True)
+            shown = len(text)
+            continue
+        while done < len(rows) and rows[done][1]:
+            if done % samples == 0:
+                print(f"> {prompts[done // samples]}")
+            print(rows[done][0] if samples == 1 else f"[{done % samples + 1}] {rows[done][0]}", flush=True)
+            done += 1
+    if alone:
+        print()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
