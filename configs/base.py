@@ -238,6 +238,11 @@ def _eval() -> dict:
 def _logging() -> dict:
     return {
         "name": "",  # of the run; "": the config file's
+        "report": True,  # report.html in the run's folder, renewed while the run goes on
         "tensorboard": False,  # event files under the run's folder (needs tensorboardX)
+        "wandb": False,  # Weights & Biases (needs wandb)
+        "trackio": False,  # trackio, which keeps its data on this machine (needs trackio)
+        "project": "jaxrl_llm",  # of wandb and trackio
+        "offline": False,  # wandb sends nothing: its files under the run's folder wait for `wandb sync`
         "progress": "auto",  # auto: rich in a terminal, else plain | rich | plain | none
     }

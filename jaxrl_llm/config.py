@@ -212,7 +212,12 @@ class Eval:
 @dataclasses.dataclass(frozen=True)
 class Logging:
     name: str
+    report: bool
     tensorboard: bool
+    wandb: bool
+    trackio: bool
+    project: str
+    offline: bool
     progress: Literal["auto", "rich", "plain", "none"]
 
 

@@ -145,7 +145,7 @@ def make_evaluator(
 
 def evaluation_metrics(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     """Mean score by data source, verl's names: `val-core/SOURCE/reward/mean@n`, and per function where there are
-    several.
+    several; its 95% interval from `val-aux/SOURCE/reward/low95` to `high95`.
 
     A failed reward counts as 0: held-out accuracy is not allowed to rise because answers crash the scorer.
 
@@ -161,6 +161,9 @@ def evaluation_metrics(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
         n = len(own) // problems
         metrics[f"val-aux/{source}/problems"] = float(problems)
         metrics[f"val-core/{source}/reward/mean@{n}"] = _mean([row["score"] or 0.0 for row in own])
+        if problems > 1:
+            _, low, high = score_interval(own)
+            metrics |= {f"val-aux/{source}/reward/low95": low, f"val-aux/{source}/reward/high95": high}
         functions = list(dict.fromkeys(name for row in own for name in row["scores"]))
         for name in functions if len(functions) > 1 else ():
             metrics[f"val-aux/{source}/{name}/mean@{n}"] = _mean(
@@ -177,6 +180,29 @@ def evaluation_metrics(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
         metrics[f"val-aux/{source}/truncated_ratio"] = _mean([row["finish_reason"] == "length" for row in own])
         metrics[f"val-aux/{source}/failed_ratio"] = _mean([row["score"] is None for row in own])
     return metrics
+
+
+def score_interval(rows: Sequence[Mapping[str, Any]]) -> tuple[float, float, float]:
+    """The mean score of responses and its 95% interval, over problems: what is drawn independently.
+
+    Wilson's where every problem scores 0 or 1, else the normal one of the problems' means; of a single problem nothing
+    is known, and the interval is the mean alone.
+
+    Args:
+      rows: with `uid`, by which responses belong to one problem, and `score`; a None counts as 0.
+
+    >>> [round(x, 3) for x in score_interval([{"uid": i, "score": float(i < 90)} for i in range(100)])]
+    [0.9, 0.826, 0.945]
+    """
+    by_problem: dict[int, list[float]] = {}
+    for row in rows:
+        by_problem.setdefault(row["uid"], []).append(row["score"] or 0.0)
+    means = np.array([np.mean(scores) for scores in by_problem.values()])
+    mean, count = float(means.mean()), len(means)
+    if set(np.unique(means)) <= {0.0, 1.0}:
+        return mean, *wilson_interval(float(means.sum()), count)
+    half = 1.96 * float(means.std(ddof=1)) / count**0.5 if count > 1 else 0.0
+    return mean, mean - half, mean + half
 
 
 def wilson_interval(successes: float, count: int, z: float = 1.96) -> tuple[float, float]:

@@ -67,9 +67,7 @@ def rollout_rows(batch: Batch, given: PromptBatch, texts: Sequence[str], scored:
     return rows
 
 
-def sample_rows(
-    rows: Sequence[dict[str, Any]], count: int, tokenizer: PreTrainedTokenizerFast
-) -> list[dict[str, Any]]:
+def sample_rows(rows: Sequence[dict[str, Any]], count: int, tokenizer: PreTrainedTokenizerFast) -> list[dict[str, Any]]:
     """A few rows to look at, from best to worst score, each with its tokens as texts and what a report shows of them.
 
     `tokens`, and beside each token its number in `advantages`, `log_probs` (old_log_probs, or the sampler's where no

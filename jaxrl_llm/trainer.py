@@ -34,7 +34,7 @@ from jaxrl_llm.steps.sampling import Sampling
 from jaxrl_llm.steps.step import prefixed
 from jaxrl_llm.steps.update import summarize
 from jaxrl_llm.types import Batch, RunState, check_batch
-from jaxrl_llm.writers import RunWriter, check_loggers, previous_config
+from jaxrl_llm.writers import RunWriter, check_loggers, machine_facts, previous_config
 
 Metrics = dict[str, float]
 
@@ -84,7 +84,10 @@ class Run:
         self.step = int(self._state.step)
         # Opened last: a start that fails leaves the folder as it was.
         last = -1 if resumed is None else resumed
-        self._writer = RunWriter(workdir, config, total_steps=self.total_steps, resumed_step=last) if workdir else None
+        self._writer = None
+        if workdir:
+            machine = machine_facts()
+            self._writer = RunWriter(workdir, config, total_steps=self.total_steps, resumed_step=last, machine=machine)
         self._told_of_failures = False
         self._note_inputs()
         if resumed is not None:
@@ -94,8 +97,8 @@ class Run:
         self._timers = Timers()
         try:
             self._compile()
-        except BaseException:
-            self.close()
+        except BaseException as error:
+            self.close(error)
             raise
         self._steps = self._run()
 
@@ -197,8 +200,10 @@ class Run:
                 if broken:
                     raise RunAborted(f"step {self.step}: {broken}")
                 yield metrics, stepped.batch
-        finally:
-            self.close()
+        except BaseException as error:
+            self.close(error)
+            raise
+        self.close()
 
     def __iter__(self) -> Self:
         return self
@@ -212,13 +217,13 @@ class Run:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()
+        self.close(error)
 
-    def close(self) -> None:
-        """Closes the run's files; the state stays."""
+    def close(self, error: BaseException | None = None) -> None:
+        """Closes the run's files, which say how it ended (by `error`, if there was one); the state stays."""
         if self._writer:
-            self._writer.close()
-            self._writer = None
+            writer, self._writer = self._writer, None
+            writer.close(error)
         if self._checkpoints:
             self._checkpoints.close()
 

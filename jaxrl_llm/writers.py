@@ -1,30 +1,31 @@
-"""What a run leaves behind: config.json, metrics.jsonl, samples.jsonl, rollouts/STEP.jsonl and TensorBoard files."""
+"""What a run leaves behind: config.json, metrics, samples, events and rollouts as lines of JSON, and report.html."""
 
 from __future__ import annotations
 
 import contextlib
-import importlib.util
-import json
-import math
 import os
+import platform
+import shlex
+import sys
+import time
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any, Self
+from typing import Any, Self
 
 import numpy as np
 
 from jaxrl_llm.config import Config, from_json, to_json
 from jaxrl_llm.errors import StorageError, UserError
+from jaxrl_llm.loggers import STATE, Logger, check_loggers, open_loggers
 from jaxrl_llm.progress import make_display
+from jaxrl_llm.report import Score, held_out, write_report
+from jaxrl_llm.run_files import append_jsonl, keep_steps, read_jsonl, replace_file, storage, to_line
 
+__all__ = ["RunWriter", "check_loggers", "machine_facts", "previous_config", "read_jsonl"]
 
-def check_loggers(config: Config) -> None:
-    """
-    Raises:
-      UserError: a logger that the configuration asks for is not installed.
-    """
-    if config.logging.tensorboard and importlib.util.find_spec("tensorboardX") is None:
-        raise UserError("config.logging.tensorboard = True: tensorboardX is not installed; pip install tensorboardX")
+REPORT_SECONDS = 30.0  # at least, between two reports of a run that goes on
+REPORT_SHARE = 0.01  # of the time, at most, goes into them
 
 
 def previous_config(workdir: str | Path) -> Config | None:
@@ -44,37 +45,69 @@ def previous_config(workdir: str | Path) -> Config | None:
         raise UserError(f"{path}: {error}") from error
 
 
+def machine_facts() -> dict[str, str]:
+    """What a run runs on, for people: devices, versions, cores, memory."""
+    import jax
+
+    kinds = Counter(device.device_kind for device in jax.devices())
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    facts = {
+        "devices": ", ".join(f"{count} x {kind}" for kind, count in kinds.items()),
+        "backend": jax.default_backend(),
+        "processes": str(jax.process_count()),
+        "jax": jax.__version__,
+        "Python": platform.python_version(),
+        "CPU cores": str(cores),
+        "system": f"{platform.system()} {platform.machine()}",
+    }
+    if hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:
+        facts["memory"] = f"{os.sysconf('SC_PHYS_PAGES') * os.sysconf('SC_PAGE_SIZE') / 2**30:.0f} GiB"
+    return facts
+
+
 class RunWriter:
     """Writes a run's folder and shows its progress.
 
     Each step stands once in every file, also after a resume: what came after the step that a run resumes from is
     dropped when the writer opens. Step 0 is what is known before the first step. A run that starts anew in a folder,
-    since the one before it left no checkpoint, keeps that one's files in `earlier-NUMBER/`.
+    since the one before it left no checkpoint, keeps that one's files in `earlier-NUMBER/`. events.jsonl alone is a
+    log: when the run started and on what, what it said, how it ended.
     """
 
-    def __init__(self, workdir: str | Path, config: Config, *, total_steps: int, resumed_step: int = -1):
+    def __init__(
+        self,
+        workdir: str | Path,
+        config: Config,
+        *,
+        total_steps: int,
+        resumed_step: int = -1,
+        machine: Mapping[str, str] | None = None,
+    ):
         """
         Args:
           workdir: made if it is not there.
           total_steps: of the run.
           resumed_step: the last step that counts of what the folder holds; -1 if nothing does.
+          machine: `machine_facts()`, for the report.
 
         Raises:
-          UserError: a logger is missing.
+          UserError: a logger is missing, or cannot be started.
           StorageError: the folder cannot be written.
         """
         check_loggers(config)
         self.workdir, self._config, self._total_steps = Path(workdir), config, total_steps
-        with _storage(self.workdir):
+        self._last, self._ended, self._report_due = max(resumed_step, 0), False, 0.0
+        with storage(self.workdir):
             self.workdir.mkdir(parents=True, exist_ok=True)
             earlier = _set_aside(self.workdir) if resumed_step < 0 else None
-            _replace(self.workdir / "config.json", to_json(config) + "\n")
+            replace_file(self.workdir / "config.json", to_json(config) + "\n")
             for name in ("metrics.jsonl", "samples.jsonl"):
-                _keep_steps(self.workdir / name, resumed_step)
+                keep_steps(self.workdir / name, resumed_step)
             for path in self.workdir.glob("rollouts/*.jsonl"):
                 if int(path.stem) > resumed_step:
                     path.unlink()
-        self._tensorboard = _tensorboard(self.workdir, resumed_step + 1) if config.logging.tensorboard else None
+        self._loggers = open_loggers(config, self.workdir, resumed_step + 1)
+        self._event("start", step=self._last, total_steps=total_steps, machine=machine or {})
         self._display = make_display(
             config.logging.progress,
             name=config.logging.name,
@@ -89,21 +122,20 @@ class RunWriter:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        self.close(error)
 
     def step(self, step: int, metrics: Mapping[str, Any]) -> None:
         """One line of metrics.jsonl; the numbers may be arrays. What is not finite is written as null."""
         numbers = {name: np.asarray(value).item() for name, value in metrics.items()}
-        path = self.workdir / "metrics.jsonl"
-        # Not kept open: a run that is left in the middle of its loop leaves nothing behind that wants closing.
-        with _storage(path), _open(path, "a") as file:
-            file.write(_line({"step": step, **numbers}))
-        if self._tensorboard is not None:
-            for name, number in numbers.items():
-                self._tensorboard.add_scalar(name, number, step)
-            self._tensorboard.flush()
+        append_jsonl(self.workdir / "metrics.jsonl", {"step": step, **numbers})
+        self._last = step
+        for logger in self._loggers[:]:
+            with self._told(logger):
+                logger.log(step, numbers)
         self._display.step(step, numbers)
+        if time.monotonic() >= self._report_due:
+            self._report()
 
     def wants_samples(self, step: int) -> bool:
         trainer = self._config.trainer
@@ -114,111 +146,126 @@ class RunWriter:
         """Responses to look at: appended to samples.jsonl and shown.
 
         Args:
-          rows: each with `prompt`, `response`, and perhaps `score`, `advantage`, `length` and whatever else is known.
+          rows: each with `prompt`, `response`, and perhaps `score`, `advantage`, `length`, `tokens` with numbers beside
+            them (samples.py) and whatever else is known.
         """
-        path = self.workdir / "samples.jsonl"
-        with _storage(path), _open(path, "a") as file:
-            file.writelines(_line({"step": step, **row}) for row in rows)
+        append_jsonl(self.workdir / "samples.jsonl", *({"step": step, **row} for row in rows))
         self._display.samples(step, rows)
 
     def rollouts(self, step: int, rows: Iterable[Mapping[str, Any]]) -> None:
         """Every response of a step, one a line, in rollouts/STEP.jsonl; arrays become lists."""
         path = self.workdir / "rollouts" / f"{step}.jsonl"
-        with _storage(path):
+        with storage(path):
             path.parent.mkdir(exist_ok=True)
-            _replace(path, "".join(_line({"step": step, **row}) for row in rows))
+            replace_file(path, "".join(to_line({"step": step, **row}) for row in rows))
 
     def note(self, text: str) -> None:
         """A sentence for the person who watches."""
+        self._event("note", text=text)
         self._display.note(text)
 
-    def close(self) -> None:
-        self._display.close()
-        if self._tensorboard is not None:
-            self._tensorboard.close()
+    def close(self, error: BaseException | None = None) -> None:
+        """Ends the run's files and says what came of it; a second call does nothing.
 
-
-def read_jsonl(path: str | Path) -> list[dict[str, Any]]:
-    """The lines of a file that a RunWriter wrote; a last line that was cut short is left out.
-
-    Raises:
-      StorageError: another line is not JSON.
-    """
-    *lines, _ = Path(path).read_text(encoding="utf-8").split("\n")
-    found = []
-    for number, line in enumerate(lines, 1):
+        Args:
+          error: what ended the run before its time, if anything did.
+        """
+        if self._ended:
+            return
+        self._ended = True
+        done = self._last >= self._total_steps and error is None
+        # Who leaves the loop, or presses Ctrl-C, stops a run; anything else breaks it.
+        stopped = error is None or isinstance(error, KeyboardInterrupt | GeneratorExit)
+        why = "" if done or stopped else f"{type(error).__name__}: {error}"
+        outcome = "done" if done else "stopped" if stopped else "aborted"
+        summary: list[str] = []
         try:
-            found.append(json.loads(line))
-        except ValueError as error:
-            raise StorageError(f"{path}:{number}: not JSON: {error}") from error
-    return found
+            if not sys.is_finalizing():  # then there is nothing left to write it with
+                self._event("end", step=self._last, outcome=outcome, why=why)
+                self._report()
+                summary = self._summary(done)
+        finally:
+            self._display.close(summary)
+            for logger in self._loggers[:]:
+                with self._told(logger):
+                    logger.close()
+
+    @contextlib.contextmanager
+    def _told(self, logger: Logger) -> Iterator[None]:
+        """Goes on without a logger that fails: metrics.jsonl has all that it would have been given."""
+        try:
+            yield
+        except Exception as error:
+            self._loggers.remove(logger)
+            self.note(f"logging.{logger.key} is given up: {type(error).__name__}: {error}")
+
+    def _event(self, kind: str, **facts: Any) -> None:
+        now = time.strftime("%Y-%m-%d %H:%M:%S %Z")
+        append_jsonl(self.workdir / "events.jsonl", {"kind": kind, "time": now, **facts})
+
+    def _report(self) -> None:
+        if not self._config.logging.report:
+            return
+        start = time.monotonic()
+        try:
+            write_report(self.workdir)
+        except StorageError:
+            raise
+        except Exception as error:  # whatever is wrong with the page, the run goes on
+            self.note(f"report.html is not written: {type(error).__name__}: {error}")
+        spent = time.monotonic() - start
+        self._report_due = start + max(REPORT_SECONDS, spent / REPORT_SHARE)
+
+    def _summary(self, done: bool) -> list[str]:
+        """The last lines that a person sees: what was reached, where it is, what may come next."""
+        run = shlex.quote(str(self.workdir))
+        metrics = self.workdir / "metrics.jsonl"
+        lines = [f"held out: {_scores(row)}" for row in held_out(read_jsonl(metrics))] if metrics.exists() else []
+        if self._config.logging.report:
+            lines.append(f"report: {self.workdir / 'report.html'}")
+        steps = [int(path.name) for path in self.workdir.glob("checkpoints/*") if path.name.isdigit()]
+        if steps:
+            lines.append(f"checkpoint: {self.workdir / 'checkpoints' / str(max(steps))}")
+            if not done:
+                lines.append(f"to go on: the same command again, with --workdir {run}")
+            elif self._config.data.eval:
+                lines.append(f"next: python -m jaxrl_llm.evaluate --run {run}")
+        return lines
 
 
-def _tensorboard(workdir: Path, first_step: int) -> Any:
-    from tensorboardX import SummaryWriter
+def _scores(row: Mapping[str, Any]) -> str:
+    """
+    >>> first, last = Score(0, 0.2, None, None), Score(60, 0.71, 0.62, 0.79)
+    >>> _scores({"source": "sums", "first": first, "last": last, "problems": 100.0})
+    'sums 0.200 before, 0.710 [0.620, 0.790] after step 60 (100 problems)'
+    """
 
-    return SummaryWriter(str(workdir / "tensorboard"), purge_step=first_step if first_step > 0 else None)
+    def text(score: Score) -> str:
+        known = score.low is not None and score.high is not None
+        return f"{score.mean:.3f}" + (f" [{score.low:.3f}, {score.high:.3f}]" if known else "")
+
+    first, last = row["first"], row["last"]
+    before = "before" if first.step == 0 else f"after step {first.step}"
+    found = f"{row['source']} {text(first)} {before}"
+    if last.step != first.step:
+        found += f", {text(last)} after step {last.step}"
+    return found + (f" ({row['problems']:.0f} problems)" if row["problems"] else "")
 
 
 def _set_aside(workdir: Path) -> Path | None:
     """Moves what an earlier run has written of its steps into a folder of its own, which is returned."""
     names = ("metrics.jsonl", "samples.jsonl", "rollouts", "tensorboard")
     found = [path for name in names if (path := workdir / name).exists()]
+    also = [workdir / name for name in ("config.json", "events.jsonl", "report.html", STATE)]
     if not found:
+        for path in also[1:]:  # of a run that did not come to its first step
+            path.unlink(missing_ok=True)
         return None
     number = 1
     while (earlier := workdir / f"earlier-{number}").exists():
         number += 1
     earlier.mkdir()
-    for path in (*found, workdir / "config.json"):
+    for path in (*found, *also):
         if path.exists():
             path.rename(earlier / path.name)
     return earlier
-
-
-def _keep_steps(path: Path, last: int) -> None:
-    """Drops the lines after step `last`, and one that was cut short."""
-    if path.exists():
-        _replace(path, "".join(_line(row) for row in read_jsonl(path) if row["step"] <= last))
-
-
-def _replace(path: Path, text: str) -> None:
-    """Writes a file in one piece: whoever looks finds the old one or the new one."""
-    unfinished = path.with_name(f"{path.name}.tmp")
-    with _open(unfinished, "w") as file:
-        file.write(text)
-    os.replace(unfinished, path)
-
-
-def _open(path: Path, mode: str) -> IO[str]:
-    # A lone surrogate, which UTF-8 cannot hold, becomes its JSON escape.
-    return path.open(mode, encoding="utf-8", errors="backslashreplace")
-
-
-def _line(row: Mapping[str, Any]) -> str:
-    return json.dumps(_plain(row), ensure_ascii=False, allow_nan=False) + "\n"
-
-
-def _plain(value: Any) -> Any:
-    """`value` as JSON can hold it: arrays as lists, numbers that are not finite as null, anything strange as text."""
-    match value:
-        case Mapping():
-            return {str(key): _plain(item) for key, item in value.items()}
-        case list() | tuple():
-            return [_plain(item) for item in value]
-        case bool() | int() | str() | None:
-            return value
-        case float():
-            return value if math.isfinite(value) else None
-        case _ if hasattr(value, "tolist"):
-            return _plain(value.tolist())
-        case _:
-            return str(value)
-
-
-@contextlib.contextmanager
-def _storage(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise StorageError(f"{path}: cannot be written: {error}") from error

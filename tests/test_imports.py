@@ -15,6 +15,7 @@ PACKAGE = Path(__file__).resolve().parents[1] / "jaxrl_llm"
 BASE = {"errors"}
 CONFIG = BASE | {"config", "config_rules", "config_values", "dotted", "rewards", "algorithms"}
 HOST = CONFIG | {"types", "tokenizer", "sources", "data", "metrics", "writers", "progress", "checkpoint", "sharding"}
+FILES = BASE | {"run_files"}
 ALLOWED: dict[str, set[str]] = {
     "__init__": {"command_line", "trainer"},
     "errors": set(),
@@ -34,7 +35,11 @@ ALLOWED: dict[str, set[str]] = {
     "checkpoint": BASE | {"types"},
     "metrics": BASE | {"algorithms", "types"},
     "progress": BASE,
-    "writers": CONFIG | {"progress"},
+    "run_files": BASE,
+    "loggers": FILES | {"config"},
+    "report_charts": set(),
+    "report": FILES | {"config", "report_charts"},
+    "writers": CONFIG | FILES | {"loggers", "progress", "report"},
     "samples": BASE | {"data", "rewards", "tokenizer", "types"},
     "models": BASE | {"types"},
     "steps": CONFIG | {"types", "models", "metrics", "sharding"},
@@ -48,6 +53,7 @@ ALLOWED: dict[str, set[str]] = {
     "sft": HOST | {"command_line", "models", "steps", "compiled", "trainer"},
     "export": {"command_line", "errors", "loading", "models"},
     "quickstart": BASE | {"models"},
+    "generate": HOST | {"command_line", "models", "steps", "loading"},
 }
 
 
@@ -80,6 +86,7 @@ def test_algorithms_know_no_model_and_no_config() -> None:
     assert not ALLOWED["algorithms"] & {"models", "config", "trainer", "types"}
 
 
-def test_reward_workers_do_not_pull_in_jax() -> None:
-    program = "import sys, jaxrl_llm.rewards; sys.exit('jax' in sys.modules)"
+@pytest.mark.parametrize("room", ["rewards", "report"])
+def test_what_does_not_pull_in_jax(room: str) -> None:
+    program = f"import sys, jaxrl_llm.{room}; sys.exit('jax' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], cwd=PACKAGE.parent).returncode == 0

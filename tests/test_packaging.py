@@ -25,6 +25,14 @@ def test_requirements_are_sorted_and_bounded_below() -> None:
     assert all(">=" in line for line in requirements())
 
 
+def test_the_report_page_is_packaged_with_its_licence() -> None:
+    tool = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]
+    patterns = tool["setuptools"]["package-data"]["jaxrl_llm"]
+    packaged = {path.name for pattern in patterns for path in (ROOT / "jaxrl_llm").glob(pattern)}
+    folder = {path.name for path in (ROOT / "jaxrl_llm" / "report_page").iterdir()}
+    assert folder <= packaged and {"page.html", "page.js", "uPlot.iife.min.js", "uPlot-LICENSE.txt"} <= folder
+
+
 def test_only_the_models_folder_of_the_root_is_ignored() -> None:
     ignored = (ROOT / ".gitignore").read_text().splitlines()
     assert "/models/" in ignored

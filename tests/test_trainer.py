@@ -324,6 +324,8 @@ def test_a_reward_that_always_fails_ends_the_run(tmp_path: Path) -> None:
     assert "the scorer is down" in str(caught.value) and caught.value.exit_code == 3
     (line,) = read_jsonl(tmp_path / "metrics.jsonl")  # the step that ended it is on record
     assert line["step"] == 1 and line["reward/failed_ratio"] == 1 and line["timing_s/step"] > 0
+    assert read_jsonl(tmp_path / "events.jsonl")[-1]["outcome"] == "aborted"
+    assert "the scorer is down" in (tmp_path / "report.html").read_text()
 
 
 def test_updates_that_are_never_finite_end_the_run() -> None:

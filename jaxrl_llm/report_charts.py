@@ -1,0 +1,94 @@
+"""Which curves a run's report draws, and in which order."""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+# The phases in the order of a step (README, "The rooms"); others follow.
+PHASES = (
+    "data", "update_weights", "gen", "gen_max", "reward", "old_log_prob", "ref", "values", "adv", "update_critic",
+    "update_actor", "testing", "save_checkpoint",
+)  # fmt: skip
+
+
+class Chart(NamedTuple):
+    """A chart: it is drawn where a run has at least `at_least` of its metrics."""
+
+    section: str
+    title: str
+    about: str  # a line below the title
+    series: tuple[tuple[str, str], ...]  # (regular expression of a metric's name, label)
+    form: Literal["number", "share"] = "number"
+    at_least: int = 1
+
+
+CHARTS = (
+    Chart("Learning", "Reward", "mean score of a step's responses", (("critic/score/mean", "reward"),)),
+    Chart("Learning", "Loss", "cross-entropy per token", (("train/loss", "loss"),)),
+    Chart("Learning", "Held-out score", "with 95% interval", ((r"val-core/(.+)/reward/mean@(\d+)", r"\1"),)),
+    Chart("Learning", "Rewards by function", "means, unweighted", ((r"rewards/(.+)/mean", r"\1"),), at_least=2),
+    Chart(
+        "Learning",
+        "Prompts without a signal",
+        "share of prompts whose responses all score the same",
+        (("frac_reward_zero_std", "share"),),
+        "share",
+    ),
+    Chart(
+        "Policy",
+        "KL to the reference",
+        "nats per token",
+        (("actor/kl_loss", "in the loss"), ("actor/reward_kl_penalty", "in the reward")),
+    ),
+    Chart("Policy", "KL of the update", "old policy to new, nats per token", (("actor/ppo_kl", "ppo_kl"),)),
+    Chart("Policy", "Entropy", "nats per token", (("actor/entropy", "entropy"),)),
+    Chart(
+        "Policy",
+        "Clipped tokens",
+        "share whose ratio the loss clips",
+        (("actor/pg_clipfrac", "clipped"), ("actor/pg_clipfrac_lower", "dual clip")),
+        "share",
+    ),
+    Chart(
+        "Policy",
+        "Response length",
+        "tokens, mean",
+        (("response_length/mean", "length"),),
+    ),
+    Chart(
+        "Policy",
+        "Truncated responses",
+        "share cut off at the response length",
+        (("response/truncated_ratio", "truncated"),),
+        "share",
+    ),
+    Chart(
+        "Policy",
+        "Gradient norm",
+        "before clipping",
+        (("actor/grad_norm", "actor"), ("train/grad_norm", "model")),
+    ),
+    Chart("Policy", "Learning rate", "of the policy", (("actor/lr", "lr"), ("train/lr", "lr"))),
+    Chart(
+        "Policy",
+        "Sampler and scorer",
+        "difference of a token's probability; 0 is best",
+        (("training/rollout_probs_diff_mean", "mean"), ("training/rollout_probs_diff_max", "largest")),
+    ),
+    Chart("Critic", "Value loss", "", (("critic/vf_loss", "vf_loss"),)),
+    Chart(
+        "Critic",
+        "Explained variance",
+        "of the returns by the values; 1 is best, 0 is a constant's",
+        (("critic/vf_explained_var", "explained"),),
+    ),
+    Chart(
+        "Critic",
+        "Values and returns",
+        "means",
+        (("critic/values/mean", "values"), ("critic/returns/mean", "returns")),
+        at_least=2,
+    ),
+    Chart("Critic", "Gradient norm of the critic", "before clipping", (("critic/grad_norm", "critic"),)),
+    Chart("Time", "Throughput", "tokens per second and device", (("perf/throughput", "tokens/s"),)),
+)
