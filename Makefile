@@ -1,3 +1,4 @@
+# make quickstart  trains the packaged model by GRPO, about a minute (MORE="--config.seed=1" or any other knob)
 # make setup   a virtual environment in .venv with everything that development needs
 # make test    the tests (MORE="-m 'not slow'" or any other pytest arguments)
 # make check   ruff and pyright
@@ -7,11 +8,17 @@ PYTHON ?= python3
 VENV ?= .venv
 MORE ?=
 
-.PHONY: setup test check model addition clean
+.PHONY: quickstart setup test check model addition clean
+
+quickstart: setup
+	$(VENV)/bin/python -m jaxrl_llm.train --config configs/quickstart.py $(MORE)
 
 setup: $(VENV)/installed
 
 $(VENV)/installed: pyproject.toml requirements.txt
+	@command -v $(PYTHON) >/dev/null || { echo "missing: $(PYTHON) (3.11, 3.12 or 3.13; another one: make PYTHON=...)"; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "missing: Python 3.11 or later; $(PYTHON) is older (another one: make PYTHON=...)"; exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { echo "missing: the venv module of $(PYTHON) (Debian, Ubuntu: apt-get install python3-venv)"; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 	$(VENV)/bin/pip install --quiet --disable-pip-version-check --requirement requirements.txt --editable '.[test]'
 	touch $@

@@ -77,6 +77,17 @@ def notices(config: Config) -> list[str]:
             "config.algorithm.use_kl_in_reward and config.actor.use_kl_loss are both True: the KL to the reference is "
             "charged twice, in the reward and in the loss"
         )
+    sampler = config.rollout
+    truncated = [
+        f"config.rollout.{name}"
+        for name, plain in (("top_k", 0), ("top_p", 1.0), ("min_p", 0.0), ("min_new_tokens", 0))
+        if getattr(sampler, name) != plain
+    ]
+    if truncated and config.algorithm.rollout_correction.rollout_is == "none":
+        found.append(
+            f"{', '.join(truncated)}: the sampler leaves out tokens that the loss's softmax counts, so the gradient is "
+            "of another policy than the one sampled; algorithm.rollout_correction corrects for it"
+        )
     if config.model.param_dtype == "bfloat16":
         found.append(
             "config.model.param_dtype = 'bfloat16': an update smaller than 1/256 of a parameter is rounded away, and "

@@ -155,7 +155,8 @@ def ending_metrics(response_length: Array, finish_reason: Array, row_valid: Arra
 
 def length_bias_metrics(response_length: Array, advantages: Array, mask: Array) -> Metrics:
     """Whether long responses are taught otherwise than short ones: the mean length of rows whose mean advantage is
-    positive, of those where it is negative, and Pearson's correlation of length and advantage over rows with a token.
+    positive, of those where it is negative, and Pearson's correlation of length and advantage over both together. (Rows
+    of groups whose rewards are all equal teach nothing, and would only dilute it.)
 
     Args:
       response_length: int [B]
@@ -172,7 +173,7 @@ def length_bias_metrics(response_length: Array, advantages: Array, mask: Array) 
     return {
         "response_length_positive_advantage/mean": masked_mean(length, rows & (advantage > 0)),
         "response_length_negative_advantage/mean": masked_mean(length, rows & (advantage < 0)),
-        "response_length/advantage_corr": _correlation(length, advantage, rows),
+        "response_length/advantage_corr": _correlation(length, advantage, rows & (advantage != 0)),
     }
 
 

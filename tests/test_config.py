@@ -212,6 +212,12 @@ def test_notices(recipe: Path):
         load_config(recipe, ["actor.use_kl_loss=true", "actor.kl_loss_type=k1", "algorithm.use_kl_in_reward=true"])
     )
     assert ["zero in expectation" in found[0], "charged twice" in found[1]] == [True, True]
+    truncated = ["rollout.top_p=0.9", "rollout.min_new_tokens=2"]
+    (found,) = config_lib.notices(load_config(recipe, truncated))
+    assert found.startswith("config.rollout.top_p, config.rollout.min_new_tokens: the sampler leaves out")
+    corrected = [*truncated, "algorithm.rollout_correction.rollout_is=token"]
+    assert config_lib.notices(load_config(recipe, corrected)) == []
+    assert "rounded away" in config_lib.notices(load_config(recipe, ["model.param_dtype=bfloat16"]))[0]
 
 
 def test_unset_knobs_leave_each_function_its_own(recipe: Path):

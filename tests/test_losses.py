@@ -437,7 +437,9 @@ def test_a_function_of_ones_own_is_a_policy_loss() -> None:
 
     loss = PolicyLoss.of(own)
     x = inputs()
-    assert not loss.draws and set(loss.options) == {"aggregation"}
+    assert not loss.draws and set(loss.options) == {"aggregation"} and not loss.needs_whole_minibatch
+    own.needs_whole_minibatch = True  # pyright: ignore[reportFunctionMemberAccess]
+    assert PolicyLoss.of(own).needs_whole_minibatch
     found, _ = loss(*x, Norm.of(x[3]), key=KEY, aggregation="token-sum")
     np.testing.assert_allclose(found, run("gpg", inputs(), aggregation="token-sum")[0], rtol=1e-6)
 

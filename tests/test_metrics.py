@@ -93,8 +93,7 @@ def test_lengths_by_the_sign_of_the_advantage():
     found = described(make_batch())  # advantages 2, -3, 0 on responses of 3, 1 and 2 tokens; the fourth has failed
     assert found["response_length_positive_advantage/mean"] == 3
     assert found["response_length_negative_advantage/mean"] == 1
-    expected = np.corrcoef([3, 1, 2], [2, -3, 0])[0, 1]
-    assert found["response_length/advantage_corr"] == pytest.approx(expected, abs=1e-6)
+    assert found["response_length/advantage_corr"] == pytest.approx(1.0, abs=1e-6)  # of the two that teach something
 
 
 def test_metrics_are_finite_whatever_an_invalid_row_holds():

@@ -99,6 +99,9 @@ class PolicyLoss:
     def of(cls, fn: Callable[..., LossAndMetrics], *, needs_whole_minibatch: bool = False) -> PolicyLoss:
         """Reads the options from the signature of a plain function, a user's own included.
 
+        What no signature can say, that it selects over the whole mini-batch, a function says by an attribute
+        `needs_whole_minibatch = True`.
+
         >>> PolicyLoss.of(vanilla).options["clip_ratio_low"], PolicyLoss.of(clip_cov).draws
         (0.2, True)
         """
@@ -107,7 +110,7 @@ class PolicyLoss:
         return cls(
             fn=fn,
             options=options,
-            needs_whole_minibatch=needs_whole_minibatch,
+            needs_whole_minibatch=needs_whole_minibatch or getattr(fn, "needs_whole_minibatch", False),
             draws="key" in keywords,
             weighs="rollout_is_weights" in keywords,
         )

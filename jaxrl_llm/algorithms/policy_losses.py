@@ -309,7 +309,7 @@ def dro(
     rollout_is_weights: Array | None = None,
 ) -> LossAndMetrics:
     """DRO (Richemond et al. 2024, https://arxiv.org/abs/2405.19107): −A log π + (β/2) (new − old)², a pull in place
-    of a clip.
+    of a clip. To the old policy, as in verl; in the paper it is to the reference.
 
     Args:
       dro_beta: β ≥ 0.

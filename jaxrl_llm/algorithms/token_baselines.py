@@ -1,4 +1,5 @@
-"""Baselines of least variance, one for each prompt and token (optimal token baseline).
+"""Baselines of least variance, one for each prompt and token (optimal token baseline, Li et al. 2026,
+https://arxiv.org/abs/2602.07078).
 
 See `advantages` for the conventions that all estimators share.
 """
