@@ -27,7 +27,7 @@ def get_config() -> Any:
     config.rollout.update(n=8, prompt_length=6, response_length=4)
     config.reward.functions = ("exact",)
     config.actor.update(clip_ratio=0.2, clip_ratio_high=0.28)
-    config.optimizer.update(lr=3e-4, weight_decay=0.0)
-    config.trainer.update(steps=60, save_interval=60)
-    config.eval.update(interval=10, batch_size=500)
+    config.optimizer.update(lr=3e-5, weight_decay=0.0)
+    config.trainer.update(steps=100, save_interval=50, sample_interval=50)
+    config.eval.update(interval=5, batch_size=500)
     return config
