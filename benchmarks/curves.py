@@ -41,14 +41,15 @@ def main(argv: Sequence[str] | None = None) -> None:
         for source in _sources(lines):
             steps, accuracy = _series(lines, CORE.format(source))
             problems = _series(lines, f"val-aux/{source}/problems")[1][0]
+            trained = f"{source}_held_out" in _sources(lines)  # so the recipes name what training draws from
             bounds = np.array([wilson_interval(a * problems, problems) for a in accuracy])
             axes[1].errorbar(
                 np.array(steps) + 0.3 * index,  # so that intervals of several runs stay apart
                 accuracy,
                 yerr=np.abs(bounds.T - np.array(accuracy)),
                 color=color,
-                linestyle="-" if source.endswith("held_out") else "--",
-                alpha=1 if source.endswith("held_out") else 0.5,
+                linestyle="--" if trained else "-",
+                alpha=0.5 if trained else 1,
                 marker="o",
                 markersize=4,
                 capsize=2,
