@@ -215,6 +215,7 @@ def _trainer() -> dict:
         "log_interval": 1,  # steps between plain lines of progress (metrics.jsonl holds every step)
         "save_interval": 20,  # steps between checkpoints, and one at the end; 0: none at all
         "keep_checkpoints": 2,  # how many of the newest stay
+        "export": False,  # write the policy to model/ in the run's folder at the end, as jaxrl_llm.export does
         "max_skipped_updates": 5,  # non-finite updates in a row after which the run is aborted
         "rollout_dump": False,  # write every response of every step to rollouts/STEP.jsonl
         "sample_interval": 10,  # steps between tables of sample responses; 0: none

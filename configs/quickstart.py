@@ -28,6 +28,6 @@ def get_config() -> Any:
     config.reward.functions = ("exact",)
     config.actor.update(clip_ratio=0.2, clip_ratio_high=0.28)
     config.optimizer.update(lr=3e-5, weight_decay=0.0)
-    config.trainer.update(steps=100, save_interval=50, sample_interval=50)
+    config.trainer.update(steps=100, save_interval=50, sample_interval=50, export=True)
     config.eval.update(interval=5, batch_size=500)
     return config

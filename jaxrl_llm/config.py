@@ -191,6 +191,7 @@ class Trainer:
     log_interval: Positive
     save_interval: Count
     keep_checkpoints: Positive
+    export: bool
     max_skipped_updates: Positive
     rollout_dump: bool
     sample_interval: Count
@@ -290,6 +291,7 @@ RESUMABLE = (
     "trainer.log_interval",
     "trainer.save_interval",
     "trainer.keep_checkpoints",
+    "trainer.export",
     "trainer.rollout_dump",
     "trainer.sample_interval",
     "trainer.samples_to_show",

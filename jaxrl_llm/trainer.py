@@ -7,6 +7,7 @@ compiled before the first step (compiled.py).
 from __future__ import annotations
 
 import contextlib
+import shutil
 import time
 import warnings
 from collections.abc import Iterator, Mapping
@@ -26,6 +27,7 @@ from jaxrl_llm.errors import RunAborted, UserError
 from jaxrl_llm.evaluation import Evaluator, make_evaluator, response_texts, score_texts
 from jaxrl_llm.loading import abstract_state, build_program, initial_state, load_inputs, make_layout
 from jaxrl_llm.metrics import extras_metrics, timing_metrics, variance_proxy
+from jaxrl_llm.models import hf
 from jaxrl_llm.rewards import Scores
 from jaxrl_llm.samples import rollout_rows, sample_rows
 from jaxrl_llm.sharding import abstract_like
@@ -71,6 +73,7 @@ class Run:
     def __init__(self, config: Config, workdir: str | Path | None = None) -> None:
         check_loggers(config)
         self.config = config
+        self._workdir = None if workdir is None else Path(workdir)
         self._inputs = load_inputs(config)
         assert self._inputs.train is not None
         self._data = self._inputs.train
@@ -197,6 +200,8 @@ class Run:
                 )
                 self._show(stepped)
                 self._write(self.step, metrics)
+                if last and config.trainer.export and not broken:
+                    self._export()
                 if broken:
                     raise RunAborted(f"step {self.step}: {broken}")
                 yield metrics, stepped.batch
@@ -321,6 +326,15 @@ class Run:
                 self._writer.rollouts(self.step, rows)
             if samples:
                 self._writer.samples(self.step, sample_rows(rows, logging.samples_to_show, self._inputs.tokenizer))
+
+    def _export(self) -> None:
+        if self._workdir is None:
+            return
+        folder, source = self._workdir / "model", self._inputs.folder
+        if folder.exists():  # of this run, when it was shorter
+            shutil.rmtree(folder)
+        hf.save_params(folder, self._state.actor.params, hf.read_config(source), source=source)
+        self._note(f"model: {folder}")
 
     def _write(self, step: int, metrics: Metrics) -> None:
         if self._writer and metrics:

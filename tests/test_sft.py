@@ -73,7 +73,7 @@ def test_micro_batches_and_a_response_longer_than_its_frame(tmp_path: Path) -> N
 
 
 def test_a_run_is_resumed_evaluated_exported_and_trained_on(tmp_path: Path) -> None:
-    overrides = {**SFT, "trainer__steps": 2, "trainer__save_interval": 1, "eval__interval": 2}
+    overrides = {**SFT, "trainer__steps": 2, "trainer__save_interval": 1, "eval__interval": 2, "trainer__export": True}
     with sft(tiny_folder.config(**overrides), tmp_path / "run") as run:
         assert len(list(run)) == 2
     with sft(tiny_folder.config(**{**overrides, "trainer__steps": 3}), tmp_path / "run") as run:
@@ -86,6 +86,8 @@ def test_a_run_is_resumed_evaluated_exported_and_trained_on(tmp_path: Path) -> N
     model = make_transformer(transformer_config(tiny_folder.LLAMA))
     loaded = hf.load_params(tmp_path / "model", model.declare())
     jax.tree.map(np.testing.assert_array_equal, loaded, state.actor.params)
+    at_the_end = hf.load_params(tmp_path / "run" / "model", model.declare())  # the run wrote it too, and once more
+    jax.tree.map(np.testing.assert_array_equal, at_the_end, state.actor.params)
     with fit(tiny_folder.config(**QUIET, **tiny_folder.KL_LOSS, model__path=str(tmp_path / "model"))) as further:
         jax.tree.map(np.testing.assert_array_equal, on_host(further).actor.params, state.actor.params)
 
