@@ -69,10 +69,10 @@ ask(str(FOLDER))
 
 # %%
 # @title Knobs
-steps = 60  # @param {type:"slider", min:5, max:200, step:5}
+steps = 100  # @param {type:"slider", min:5, max:200, step:5}
 prompts_a_step = 32  # @param {type:"integer"}
 responses_each = 8  # @param {type:"integer"}
-learning_rate = 3e-4  # @param {type:"number"}
+learning_rate = 3e-5  # @param {type:"number"}
 seed = 0  # @param {type:"integer"}
 if SMALL:
     steps, prompts_a_step = 2, 8
@@ -85,14 +85,14 @@ config = jaxrl_llm.load_config(
         "rollout.n": responses_each,
         "optimizer.lr": learning_rate,
         "seed": seed,
-        "eval.interval": max(1, steps // 6),
+        "eval.interval": max(1, steps // 20),
     },
 )
 history = []
 run = jaxrl_llm.fit(config)
 for metrics, batch in run:
     history.append(metrics)
-    if len(history) % max(1, steps // 6) == 0:
+    if len(history) % max(1, steps // 10) == 0:
         held_out = metrics["val-core/column_sums/reward/mean@1"]
         print(f"step {len(history):3}  reward {metrics['critic/score/mean']:.2f}  held-out accuracy {held_out:.3f}")
 

@@ -42,11 +42,11 @@ import jaxrl_llm
 
 # %%
 # @title Knobs
-steps = 60  # @param {type:"slider", min:5, max:200, step:5}
+steps = 100  # @param {type:"slider", min:5, max:200, step:5}
 seed = 0  # @param {type:"integer"}
 if SMALL:
     steps = 2
-changes = {"trainer.steps": steps, "seed": seed, "eval.interval": max(1, steps // 6)}
+changes = {"trainer.steps": steps, "seed": seed, "eval.interval": max(1, steps // 20)}
 if SMALL:
     changes |= {
         "data.train_batch_size": 8,

@@ -49,7 +49,7 @@ folder = Path(tempfile.mkdtemp())
 # misses get something.
 
 # %%
-(folder / "my_rewards.py").write_text(
+_ = (folder / "my_rewards.py").write_text(
     '''
 def close(prompt: str, response: str, record: dict) -> dict:
     """1 for the right sum, half of that for one that is off by ten: the forgotten carry."""
@@ -66,7 +66,7 @@ def close(prompt: str, response: str, record: dict) -> dict:
 # options. It returns advantages and returns, both `[B, R]`.
 
 # %%
-(folder / "my_estimator.py").write_text(
+_ = (folder / "my_estimator.py").write_text(
     '''
 import jax.numpy as jnp
 
@@ -84,7 +84,7 @@ def sign_of_group(rewards, mask, uid, *, scale_by=1.0):
 
 # %%
 # @title Knobs
-steps = 40  # @param {type:"slider", min:5, max:200, step:5}
+steps = 100  # @param {type:"slider", min:5, max:200, step:5}
 if SMALL:
     steps = 2
 config = jaxrl_llm.load_config(
