@@ -47,13 +47,10 @@ seed = 0  # @param {type:"integer"}
 if SMALL:
     steps = 2
 changes = {"trainer.steps": steps, "seed": seed, "eval.interval": max(1, steps // 20)}
+ppo_changes = {}
 if SMALL:
-    changes |= {
-        "data.train_batch_size": 8,
-        "critic.warmup_steps": 1,
-        "actor.mini_batch_size": 4,
-        "critic.mini_batch_size": 4,
-    }
+    changes |= {"data.train_batch_size": 8, "actor.mini_batch_size": 4, "critic.mini_batch_size": 4}
+    ppo_changes = {"critic.warmup_steps": 1}
 
 
 def train(recipe: str, **more):
@@ -67,7 +64,7 @@ def train(recipe: str, **more):
 
 # %%
 grpo_history, _ = train("quickstart")
-ppo_history, batch = train("quickstart_ppo")
+ppo_history, batch = train("quickstart_ppo", **ppo_changes)
 
 # %% [markdown]
 # PPO's first steps train the critic alone (`critic.warmup_steps`), so its reward starts later. Explained variance says
@@ -114,7 +111,7 @@ for row in rows:
 # term with a gradient of its own. They must not be confused, and either makes a reference exist.
 
 # %%
-in_reward, _ = train("quickstart_ppo", **{"algorithm.kl_ctrl.kl_coef": 0.05})
+in_reward, _ = train("quickstart_ppo", **ppo_changes, **{"algorithm.kl_ctrl.kl_coef": 0.05})
 in_loss, _ = train("quickstart", **{"actor.use_kl_loss": True, "actor.kl_loss_coef": 0.05, "actor.kl_loss_type": "k2"})
 figure, axes = plt.subplots(1, 2, figsize=(9, 3.2), layout="constrained")
 axes[0].plot([m["actor/reward_kl_penalty"] for m in in_reward], label="coefficient 0.05")
