@@ -12,6 +12,7 @@ MORE ?=
 
 quickstart: setup
 	$(VENV)/bin/python -m jaxrl_llm.train --config configs/quickstart.py $(MORE)
+	@echo "(python is that of the environment: . $(VENV)/bin/activate)"
 
 setup: $(VENV)/installed
 

@@ -47,6 +47,17 @@ def load_config(path: str | Path, overrides: Mapping[str, Any] | Iterable[str] =
     return from_config_dict(raw)
 
 
+def run_config(run: str | Path) -> Path:
+    """The config.json of a run's folder.
+
+    Raises:
+      UserError: it is no run's folder.
+    """
+    if not (Path(run) / "checkpoints").is_dir() or not (Path(run) / "config.json").is_file():
+        raise UserError(f"{run}: is not a run's folder (config.json and checkpoints/ are not both there)")
+    return Path(run) / "config.json"
+
+
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise UserError(f"{message}\n{self.format_usage().strip()}")

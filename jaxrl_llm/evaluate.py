@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxrl_llm.command_line import make_parser, parse_args
+from jaxrl_llm.command_line import make_parser, parse_args, run_config
 from jaxrl_llm.config import Config
 from jaxrl_llm.errors import RunAborted, StorageError, UserError
 
@@ -31,7 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.add_argument("--output", metavar="FILE", help="write every response and score to this JSONL file")
         known, _ = parser.parse_known_args([*argv, "--config="])
         if known.run and not any(a.startswith("--config") and not a.startswith("--config.") for a in argv):
-            argv = ["--config", str(Path(known.run) / "config.json"), *argv]
+            argv = ["--config", str(run_config(known.run)), *argv]
         config, args = parse_args(parser, argv)
         if not config.data.eval:
             raise UserError("config.data.eval: must be given: a source of held-out prompts")

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from jaxrl_llm.command_line import load_config
+from jaxrl_llm.command_line import load_config, run_config
 from jaxrl_llm.errors import StorageError, UserError
 from jaxrl_llm.loading import load_inputs, make_layout, make_models, policy_params
 from jaxrl_llm.models import hf
@@ -23,7 +23,7 @@ def export(run: str | Path, folder: str | Path) -> int:
       UserError: the run's config.json is not there or not valid, or `folder` holds something already.
       StorageError: there is no whole checkpoint.
     """
-    config = load_config(Path(run) / "config.json")
+    config = load_config(run_config(run))
     inputs = load_inputs(config, train=False)
     layout = make_layout(config)
     model, _ = make_models(config, inputs, layout)

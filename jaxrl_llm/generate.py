@@ -22,11 +22,13 @@ from jaxrl_llm.config import Config, from_config_dict
 from jaxrl_llm.errors import StorageError, UserError
 from jaxrl_llm.loading import load_inputs, make_layout, make_models, policy_params, stop_rules
 from jaxrl_llm.models import hf
+from jaxrl_llm.models.families import transformer_config
 from jaxrl_llm.steps.rollout import append, decode, row_keys, start_decoding
 from jaxrl_llm.steps.sampling import Sampling
 from jaxrl_llm.tokenizer import cut_at_stop, decode_response, load_tokenizer, render_prompt
 from jaxrl_llm.types import FINISH_LENGTH, FINISH_STOP, DecodeState
 
+DEFAULT_NEW_TOKENS = 256
 CHUNK = 8  # tokens between two looks at what has been sampled
 
 
@@ -60,7 +62,7 @@ def generate(
     prompts: Sequence[str],
     *,
     samples: int = 1,
-    max_new_tokens: int = 256,
+    max_new_tokens: int | None = None,
     sampling: Sampling | None = None,
     seed: int = 0,
     chat: bool | None = None,
@@ -72,6 +74,7 @@ def generate(
     Args:
       model: a run's folder, a Hugging Face folder or a hub id.
       samples: responses per prompt.
+      max_new_tokens: None is 256, or what the model has positions for.
       sampling: temperature 1 by default.
       chat: see `config_of`.
       report: told what is going on before the first token.
@@ -93,6 +96,14 @@ def generate(
         for prompt in prompts
     ]
     width = max(map(len, ids))
+    positions = transformer_config(hf.read_config(hf.find_folder(config.model.path))).max_positions
+    if max_new_tokens is None:
+        max_new_tokens = max(min(DEFAULT_NEW_TOKENS, positions - width), 1)
+    elif width + max_new_tokens > positions:
+        raise UserError(
+            f"--max-new-tokens={max_new_tokens}: the model has {positions} positions, of which the longest "
+            f"prompt takes {width}"
+        )
     lengths = dataclasses.replace(config.rollout, prompt_length=width, response_length=max_new_tokens)
     config = dataclasses.replace(config, rollout=lengths)
     inputs, layout = load_inputs(config, train=False), make_layout(config)
@@ -146,7 +157,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--model", required=True, help="a run's folder, a Hugging Face folder or a hub id")
     parser.add_argument("--file", type=Path, help="a text file with one prompt a line")
     parser.add_argument("--samples", type=int, default=1, help="responses to each prompt")
-    parser.add_argument("--max-new-tokens", type=int, default=256)
+    parser.add_argument(
+        "--max-new-tokens", type=int, help=f"default: {DEFAULT_NEW_TOKENS}, or what the model has positions for"
+    )
     parser.add_argument("--temperature", type=float, default=1.0, help="0: greedy")
     parser.add_argument("--top-p", type=float, default=1.0)
     parser.add_argument("--top-k", type=int, default=0)
@@ -159,7 +172,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         prompts = [*args.prompts, *_lines(args.file)]
         if not prompts:
             raise UserError("no prompt: give one or several, or --file FILE")
-        if args.samples < 1 or args.max_new_tokens < 1:
+        if args.samples < 1 or (args.max_new_tokens is not None and args.max_new_tokens < 1):
             raise UserError(f"--samples={args.samples}, --max-new-tokens={args.max_new_tokens}: both at least 1")
         if args.temperature < 0 or not 0 < args.top_p <= 1 or args.top_k < 0:
             raise UserError("--temperature and --top-k must be at least 0, --top-p in (0, 1]")

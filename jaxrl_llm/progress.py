@@ -86,6 +86,8 @@ def headline(metrics: Mapping[str, float]) -> list[tuple[str, str]]:
         value = meter.value(metrics)
         if value is not None and meter.label not in ONLY_LIVE:
             line.append((meter.label, meter.text(value)))
+    if failed := metrics.get("reward/failed_ratio"):
+        line.append(("rewards failed", f"{failed:.0%}"))
     if speed := tokens_per_second(metrics):
         line.append(("tokens/s", f"{speed:,.0f}"))
     core = [(key, value) for key, value in metrics.items() if key.startswith("val-core/") and _finite(value)]

@@ -20,7 +20,7 @@ from jaxrl_llm.command_line import make_parser, parse_args
 from jaxrl_llm.compiled import Compiled, CompiledTraining, compile_training
 from jaxrl_llm.config import Config
 from jaxrl_llm.data import PromptBatch, field
-from jaxrl_llm.errors import RunAborted, StorageError, UserError
+from jaxrl_llm.errors import INTERRUPTED, RunAborted, StorageError, UserError, leave
 from jaxrl_llm.models import hf
 from jaxrl_llm.sharding import abstract_like
 from jaxrl_llm.steps.phases import Program, make_sft
@@ -113,7 +113,7 @@ def sft(config: Config, workdir: str | Path | None = None) -> SftRun:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The exit code: 0 done, 2 user error, 3 numeric abort, 4 storage."""
+    """The exit code: 0 done, 2 user error, 3 numeric abort, 4 storage, 130 interrupted."""
     try:
         parser = make_parser("sft", "Fine-tunes a language model on given responses.")
         config, args = parse_args(parser, sys.argv[1:] if argv is None else argv)
@@ -124,8 +124,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (UserError, RunAborted, StorageError) as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return INTERRUPTED
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

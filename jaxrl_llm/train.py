@@ -10,11 +10,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from jaxrl_llm.command_line import make_parser, parse_args
-from jaxrl_llm.errors import RunAborted, StorageError, UserError
+from jaxrl_llm.errors import INTERRUPTED, RunAborted, StorageError, UserError, leave
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The exit code: 0 done, 2 user error, 3 numeric or reward abort, 4 storage."""
+    """The exit code: 0 done, 2 user error, 3 numeric or reward abort, 4 storage, 130 interrupted."""
     try:
         parser = make_parser("train", "Trains a language model by PPO or GRPO.")
         config, args = parse_args(parser, sys.argv[1:] if argv is None else argv)
@@ -27,8 +27,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (UserError, RunAborted, StorageError) as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return INTERRUPTED
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

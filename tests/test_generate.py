@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from jaxrl_llm import generate
+from jaxrl_llm.quickstart import FOLDER
 from jaxrl_llm.sft import sft
 from jaxrl_llm.steps.sampling import Sampling
 from tests import tiny_folder
@@ -57,6 +58,12 @@ def test_the_command_shows_prompts_and_samples_in_order(tmp_path: Path, capsys: 
     assert lines[1][3:] == lines[2][3:]  # greedy
     assert run(*MODEL, "1+2=?", "--temperature=0") == 0
     assert capsys.readouterr().out.rstrip("\n") == f"> 1+2=?\n{lines[1][4:]}".rstrip("\n")
+
+
+def test_without_a_limit_it_answers_as_long_as_the_model_has_positions() -> None:
+    """The packaged model has 128, fewer than the limit that is meant for others."""
+    *_, ((text, ended),) = generate.generate(str(FOLDER), ["12+34="], sampling=Sampling(temperature=0.0))
+    assert (text, ended) == ("46", True)
 
 
 def test_a_run_is_asked_by_its_newest_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

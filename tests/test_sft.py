@@ -111,7 +111,7 @@ def test_a_record_without_a_response_is_named(capsys: pytest.CaptureFixture[str]
 
 def test_exporting_what_is_not_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert export.main([str(tmp_path), str(tmp_path / "out")]) == 2
-    assert "no such file" in capsys.readouterr().err
+    assert "is not a run's folder" in capsys.readouterr().err
 
 
 # The model of the quickstart

@@ -6,6 +6,10 @@
     step = jax.jit(make_step(program, reward_fn))
     state, metrics, batch = step(state, prompts, step_key(config.seed, 0))
 
+(`make_program` is in phases.py; `make_transformer`, `init_params` and `shape`, a `TransformerConfig`, in
+models/transformer.py; `reward_fn(responses, mask, record_arrays)` gives one score a response; `prompts` is a
+`types.Prompts`.)
+
 It can be jitted, scanned over steps and vmapped over seeds. The trainer runs the same phases one by one.
 """
 
