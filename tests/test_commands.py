@@ -225,7 +225,7 @@ def test_evaluate_a_run(command: Any, run: Path, tmp_path: Path) -> None:
         (["--config={recipe}", "--output=nowhere/a.jsonl"], 2, "--output=nowhere/a.jsonl: there is no folder"),
         (["--config={recipe}", "config.seed=1"], 2, "config.seed=1 has no dashes"),
         (["--config={recipe}", "--run=nowhere"], 4, "nowhere/checkpoints: no complete checkpoint"),
-        (["--run=nowhere"], 2, "nowhere/config.json: no such file"),
+        (["--run=nowhere"], 2, "nowhere: is not a run"),
     ],
 )  # fmt: skip
 def test_what_evaluate_refuses(command: Any, recipe: Path, arguments: list[str], code: int, expected: str) -> None:

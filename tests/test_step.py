@@ -6,7 +6,6 @@ import dataclasses
 import functools
 import itertools
 import textwrap
-from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -21,13 +20,7 @@ from jaxrl_llm.steps import step as step_module
 from jaxrl_llm.steps.phases import Program, make_program
 from jaxrl_llm.steps.step import make_step, score_rows, step_key
 from jaxrl_llm.types import EvidenceExists, MissingEvidence, RunState
-from tests import tiny, tiny_folder
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _compile_once() -> Iterator[None]:
-    with tiny_folder.compile_once():
-        yield
+from tests import tiny
 
 
 @functools.cache
