@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import os
-import sys
 from collections.abc import Iterable
 
 
@@ -37,15 +35,3 @@ def nearest(name: str, valid: Iterable[str]) -> str:
     valid = sorted(valid)
     close = difflib.get_close_matches(name, valid, n=1, cutoff=0.6)
     return f"did you mean {close[0]!r}?" if close else f"valid: {', '.join(valid)}"
-
-
-INTERRUPTED = 130  # the exit code of a program that Ctrl-C ended
-
-
-def leave(code: int) -> None:
-    """Ends the process. After an interruption at once: threads that still compile can crash an orderly end."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    if code == INTERRUPTED:
-        os._exit(code)
-    sys.exit(code)

@@ -18,7 +18,7 @@ from jaxrl_llm.sharding import Layout, abstract_like
 from jaxrl_llm.steps.phases import Program
 from jaxrl_llm.steps.rollout import StopRules
 from jaxrl_llm.steps.sampling import Sampling
-from jaxrl_llm.tokenizer import cut_at_stop, decode_response
+from jaxrl_llm.tokenizer import response_text
 from jaxrl_llm.types import FINISH_STOP, Batch, Params
 
 if TYPE_CHECKING:
@@ -31,15 +31,10 @@ def response_texts(
     """The responses [B] as rewards see them: their own tokens but special ones, cut before a stop token or string."""
     host = jax.device_get((batch.responses, batch.response_mask, batch.finish_reason, stops.ids, stops.min_new_tokens))
     responses, mask, reasons, stop_ids, least = (np.asarray(x) for x in host)
-    texts = []
-    for ids, own, reason in zip(responses, mask, reasons, strict=True):
-        tokens = ids[own].tolist()
-        if reason == FINISH_STOP and tokens[-1] in stop_ids:
-            tokens.pop()
-        # A stop string that was complete before it could end the response is part of it.
-        held = decode_response(tokenizer, tokens[: max(least - 1, 0)])
-        texts.append(cut_at_stop(decode_response(tokenizer, tokens), stop, after=len(held)))
-    return texts
+    return [
+        response_text(tokenizer, ids[own].tolist(), reason == FINISH_STOP, stop_ids, stop, int(least))
+        for ids, own, reason in zip(responses, mask, reasons, strict=True)
+    ]
 
 
 def score_texts(rewards: RewardSet, given: PromptBatch, texts: Sequence[str]) -> Scores:

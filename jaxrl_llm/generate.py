@@ -25,7 +25,7 @@ from jaxrl_llm.models import hf
 from jaxrl_llm.models.families import transformer_config
 from jaxrl_llm.steps.rollout import append, decode, row_keys, start_decoding
 from jaxrl_llm.steps.sampling import Sampling
-from jaxrl_llm.tokenizer import cut_at_stop, decode_response, load_tokenizer, render_prompt
+from jaxrl_llm.tokenizer import load_tokenizer, render_prompt, response_text
 from jaxrl_llm.types import FINISH_LENGTH, FINISH_STOP, DecodeState
 
 DEFAULT_NEW_TOKENS = 256
@@ -141,11 +141,9 @@ def generate(
         rows = jax.device_get((state.responses, state.length, state.finish_reason))
         found = []
         for response, length, reason in zip(*rows, strict=True):
-            own = response[:length].tolist()
-            if reason == FINISH_STOP and own[-1] in stop_ids:
-                own.pop()
-            text = cut_at_stop(decode_response(tokenizer, own), config.rollout.stop)
-            found.append((text, bool(reason == FINISH_STOP or length >= max_new_tokens)))
+            own, stopped = response[:length].tolist(), bool(reason == FINISH_STOP)
+            text = response_text(tokenizer, own, stopped, stop_ids, lengths.stop, lengths.min_new_tokens)
+            found.append((text, stopped or bool(length >= max_new_tokens)))
         yield found
         ended = all(done for _, done in found)
 

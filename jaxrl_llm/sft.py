@@ -16,11 +16,11 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from jaxrl_llm.command_line import make_parser, parse_args
+from jaxrl_llm.command_line import exit_code, leave, make_parser, parse_args
 from jaxrl_llm.compiled import Compiled, CompiledTraining, compile_training
 from jaxrl_llm.config import Config
 from jaxrl_llm.data import PromptBatch, field
-from jaxrl_llm.errors import INTERRUPTED, RunAborted, StorageError, UserError, leave
+from jaxrl_llm.errors import UserError
 from jaxrl_llm.models import hf
 from jaxrl_llm.sharding import abstract_like
 from jaxrl_llm.steps.phases import Program, make_sft
@@ -113,21 +113,17 @@ def sft(config: Config, workdir: str | Path | None = None) -> SftRun:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The exit code: 0 done, 2 user error, 3 numeric abort, 4 storage, 130 interrupted."""
-    try:
+    """The exit code, see `command_line.exit_code`."""
+
+    def body() -> None:
         parser = make_parser("sft", "Fine-tunes a language model on given responses.")
         config, args = parse_args(parser, sys.argv[1:] if argv is None else argv)
         with sft(config, args.workdir) as run:
             for _ in run:
                 pass
         print(f"done: {Path(args.workdir)}; next: python -m jaxrl_llm.export {args.workdir} FOLDER")
-    except (UserError, RunAborted, StorageError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return INTERRUPTED
-    return 0
+
+    return exit_code(body)
 
 
 if __name__ == "__main__":

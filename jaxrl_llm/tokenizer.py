@@ -327,3 +327,26 @@ def cut_at_stop(text: str, stop_strings: Iterable[str], *, after: int = 0) -> st
     """
     found = (text.find(stop, max(after - len(stop) + 1, 0)) for stop in stop_strings)
     return text[: min((at for at in found if at >= 0), default=len(text))]
+
+
+def response_text(
+    tokenizer: PreTrainedTokenizerFast,
+    tokens: Sequence[int],
+    stopped: bool,
+    stop_ids: Iterable[int],
+    stop: Iterable[str],
+    min_new_tokens: int,
+) -> str:
+    """A response as people and rewards see it: no special tokens, cut before the stop token or string that ended it.
+
+    Args:
+      tokens: the response's own.
+      stopped: whether it ended by itself.
+      stop_ids, stop, min_new_tokens: what could end it, and after how many tokens at the earliest.
+    """
+    ids = list(tokens)
+    if stopped and ids[-1] in stop_ids:
+        ids.pop()
+    # A stop string that was complete before it could end the response is part of it.
+    held = decode_response(tokenizer, ids[: max(min_new_tokens - 1, 0)])
+    return cut_at_stop(decode_response(tokenizer, ids), stop, after=len(held))
