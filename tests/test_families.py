@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -36,7 +37,7 @@ def test_defaults_are_those_of_transformers() -> None:
     config = config_of()
     assert (config.num_kv_heads, config.head_dim, config.max_positions, config.norm_eps) == (4, 8, 2048, 1e-6)
     assert config.rope == RopeConfig(10_000.0, "default")
-    assert not (config.tie_embeddings or config.attention_bias or config.mlp_bias)
+    assert not (config.tie_embeddings or config.qkv_bias or config.output_bias or config.mlp_bias)
     assert config.real_vocab_size == config.vocab_size == 97
 
 
@@ -47,7 +48,7 @@ def test_null_counts_as_absent() -> None:
 def test_what_a_file_says_counts() -> None:
     config = config_of(head_dim=16, num_key_value_heads=2, rms_norm_eps=1e-5, tie_word_embeddings=True, mlp_bias=True)
     assert (config.head_dim, config.num_kv_heads, config.norm_eps) == (16, 2, 1e-5)
-    assert config.tie_embeddings and config.mlp_bias and not config.attention_bias
+    assert config.tie_embeddings and config.mlp_bias and not config.qkv_bias
 
 
 @pytest.mark.parametrize(
@@ -99,8 +100,17 @@ def test_old_and_new_spellings_of_rope(found: dict[str, Any], expected: RopeConf
         ({"rms_norm_eps": 0}, ["rms_norm_eps", "0"]),
         ({"tie_word_embeddings": "false"}, ["tie_word_embeddings", "'false'"]),
         ({"quantization_config": {"bits": 4}}, ["quantization_config"]),
-        ({"model_type": "mistral", "sliding_window": 4096}, ["sliding_window 4096", "null"]),
-        ({"model_type": "mistral"}, ["sliding_window 4096"]),  # transformers' default where the key is absent
+        ({"model_type": "mistral", "sliding_window": 0}, ["sliding_window", "positive", "0"]),
+        ({"model_type": "qwen2", "use_sliding_window": True, "max_window_layers": -1}, ["max_window_layers", "-1"]),
+        ({"model_type": "qwen3", "layer_types": ["full_attention"]}, ["layer_types", "each of 2 layers"]),
+        ({"model_type": "qwen3", "layer_types": ["full_attention", "chunked_attention"]}, ["sliding_attention"]),
+        (
+            {"model_type": "qwen3", "layer_types": ["full_attention", "sliding_attention"], "sliding_window": 9},
+            ["layer_types", "no sliding_window is in use"],
+        ),
+        ({"model_type": "smollm3", "no_rope_layers": [1]}, ["no_rope_layers", "each of 2 layers", "[1]"]),
+        ({"model_type": "smollm3", "no_rope_layers": [1, 2]}, ["no_rope_layers", "[1, 2]"]),
+        ({"model_type": "smollm3", "no_rope_layer_interval": 0}, ["no_rope_layer_interval", "0"]),
     ],
 )
 def test_what_is_not_supported_says_what_is(changes: dict[str, Any], words: list[str]) -> None:
@@ -115,9 +125,70 @@ def test_mistral_without_a_window_is_a_llama() -> None:
     assert mistral == config_of(num_key_value_heads=2, max_position_embeddings=64)
 
 
+FOUR = {"num_hidden_layers": 4, "num_key_value_heads": 4, "head_dim": 8}
+
+
+@pytest.mark.parametrize(
+    ("changes", "windows"),
+    [
+        ({"model_type": "mistral"}, (4096,) * 4),  # transformers' default where the key is absent
+        ({"model_type": "mistral", "sliding_window": 9}, (9,) * 4),
+        ({"model_type": "qwen2"}, ()),
+        ({"model_type": "qwen2", "sliding_window": 9, "max_window_layers": 1}, ()),
+        ({"model_type": "qwen2", "use_sliding_window": True}, ()),  # the first 28 layers have none
+        (
+            {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 9, "max_window_layers": 3},
+            (0, 0, 0, 9),
+        ),
+        ({"model_type": "qwen3", "use_sliding_window": True, "max_window_layers": 0}, (4096,) * 4),
+        (
+            {
+                "model_type": "qwen3",
+                "use_sliding_window": True,
+                "layer_types": ["sliding_attention", "full_attention"] * 2,
+                "max_window_layers": 3,
+            },
+            (4096, 0, 4096, 0),
+        ),
+        ({"model_type": "smollm3", "sliding_window": 9}, ()),
+        ({"model_type": "smollm3", "use_sliding_window": True, "sliding_window": 9}, (0, 0, 0, 9)),
+    ],
+)
+def test_which_layers_have_a_window(changes: dict[str, Any], windows: tuple[int, ...]) -> None:
+    assert config_of(**FOUR, **changes).windows == windows
+
+
+def test_which_layers_have_no_rotation() -> None:
+    config = config_of(**FOUR, model_type="smollm3")
+    assert config.layer_ropes == (config.rope,) * 3 + (None,) and config.rope.theta == 2_000_000.0
+    assert config.tie_embeddings
+    config = config_of(**FOUR, model_type="smollm3", no_rope_layers=[0, 1, 1, 1, 0], rope_theta=5.0)
+    assert config.layer_ropes == (None, *(RopeConfig(5.0),) * 3)
+    assert len(config_of(**FOUR, model_type="smollm3", no_rope_layers=[1] * 4).ropes) == 1
+
+
+def test_settings_for_layers_that_do_not_exist_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"windows: .* each of 2 layers"):
+        dataclasses.replace(config_of(), windows=(1, 2, 3))
+
+
+# What a family's config.json must say for all that its table names to exist.
+EVERYTHING: dict[str, dict[str, Any]] = {
+    "llama": {"attention_bias": True, "mlp_bias": True},
+    "mistral": {},
+    "qwen2": {},
+    "qwen3": {"attention_bias": True},
+    "smollm3": {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": False},
+}
+
+
+def test_every_family_is_tested_in_whole() -> None:
+    assert EVERYTHING.keys() == FAMILIES.keys()
+
+
 @pytest.mark.parametrize("kind", FAMILIES)
-def test_every_leaf_a_model_can_have_is_in_the_table(kind: str) -> None:
-    config = config_of(attention_bias=True, mlp_bias=True)
+def test_the_table_names_all_that_a_model_can_have_and_no_more(kind: str) -> None:
+    config = config_of(**{"num_key_value_heads": 4}, model_type=kind, **EVERYTHING[kind])
 
     def paths(tree: Any, prefix: str = "") -> set[str]:
         if isinstance(tree, Param):

@@ -23,7 +23,7 @@ from jaxrl_llm.models.families import transformer_config
 from jaxrl_llm.models.tensor_files import INDEX, WEIGHTS
 from jaxrl_llm.models.transformer import make_transformer
 
-FIXTURES = Path(__file__).parent / "fixtures" / "llama"
+FIXTURES = Path(__file__).parent / "fixtures" / "models"
 CASES = sorted(path.name for path in FIXTURES.iterdir())
 Tensors = dict[str, np.ndarray]
 

@@ -1,4 +1,4 @@
-"""Our transformer computes what torch transformers computes (fixtures/make_llama_fixtures.py made the numbers)."""
+"""Our transformer computes what torch transformers computes (fixtures/make_model_fixtures.py made the numbers)."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ from jaxrl_llm.models.hf import load_params, read_config
 from jaxrl_llm.models.transformer import make_transformer, unstack_layers
 from jaxrl_llm.types import Array, Model, Params
 
-FIXTURES = Path(__file__).parent / "fixtures" / "llama"
+FIXTURES = Path(__file__).parent / "fixtures" / "models"
 CASES = sorted(path.name for path in FIXTURES.iterdir())
+UNSTACKED = ["bias", "qwen2", "smollm3"]  # with layers in a tuple, too: those whose layers differ, and one other
 TOLERANCE = 1e-5  # of the largest entry, in float32
 
 
@@ -73,7 +74,9 @@ def test_a_row_alone_equals_the_row_among_padded_ones() -> None:
         assert_close(alone[0], case.expected["logits"][row, -length:], f"row {row}")
 
 
-@pytest.mark.parametrize(("name", "stacked"), [*((name, True) for name in CASES), ("bias", False)])
+@pytest.mark.parametrize(
+    ("name", "stacked"), [*((name, True) for name in CASES), *((name, False) for name in UNSTACKED)]
+)
 def test_gradients_equal_torch(name: str, stacked: bool) -> None:
     case = load(name)
     expected = case.expected
@@ -101,13 +104,13 @@ def by_torch_name(params: Params, name: str) -> Array:
         top = {"model.embed_tokens.weight": "embed", "model.norm.weight": "final_norm", "lm_head.weight": "lm_head"}
         return params[top[name]].T if name == "lm_head.weight" else params[top[name]]
     layer, module = int(parts[2]), parts[-2]
-    if module == "input_layernorm":
-        return params["layers"]["attn_norm"][layer]
+    if "norm" in module:
+        return params["layers"][{"input_layernorm": "attn_norm"}.get(module, module)][layer]
     leaf = params["layers"][module.removesuffix("_proj")]
     return leaf["kernel"][layer].T if parts[-1] == "weight" else leaf["bias"][layer]
 
 
-@pytest.mark.parametrize("name", ["bias", "head_dim", "llama3", "tied"])
+@pytest.mark.parametrize("name", ["head_dim", "mistral_window", "qwen2", "qwen3", "smollm3", "tied"])
 def test_prefill_and_decode_equal_the_full_forward(name: str) -> None:
     """The prompt once, then token by token in the rows that share it, gives the logits of the whole sequence."""
     case = load(name)
@@ -140,10 +143,52 @@ def test_prefill_and_decode_equal_the_full_forward(name: str) -> None:
         position = position + 1
 
 
+@pytest.mark.parametrize("name", ["mistral_window", "qwen2"])
+def test_a_prompt_and_its_responses_in_one_line_equal_rows_of_their_own(name: str) -> None:
+    """blocks = (P, n): logits and gradients of the responses, prompts left-padded and responses of several lengths."""
+    case = load(name)
+    model, (width, n, steps) = case.model, (12, 2, 8)
+    tokens = jnp.asarray(case.expected["tokens"])[:3]
+    lines = tokens.shape[0]
+    prompt_mask = jnp.arange(width)[None, :] >= width - jnp.array([12, 5, 1])[:, None]
+    responses = jnp.stack([tokens[:, width:], 1 + tokens[:, width:] // 2], 1).reshape(lines * n, steps)
+    own = jnp.arange(steps)[None, :] < jnp.array([8, 3, 8, 8, 1, 6])[:, None]
+    wanted = jax.random.normal(jax.random.key(0), (lines * n, steps, 97))
+
+    def in_rows(params: Params) -> Array:
+        mask = jnp.concatenate([jnp.repeat(prompt_mask, n, 0), own], 1)
+        rows = jnp.concatenate([jnp.repeat(tokens[:, :width], n, 0), responses], 1)
+        return case.logits(params, rows, mask)[:, width:]
+
+    def in_lines(params: Params) -> Array:
+        mask = jnp.concatenate([prompt_mask, own.reshape(lines, -1)], 1).astype(jnp.int32)
+        start = jnp.repeat(prompt_mask.sum(1), n)[:, None]
+        positions = (start + positions_of(own)).reshape(lines, -1)
+        positions = jnp.concatenate([positions_of(prompt_mask), positions], 1)
+        line = jnp.concatenate([tokens[:, :width], responses.reshape(lines, -1)], 1)
+        hidden, _ = model.forward(params, line, positions, mask, blocks=(width, n))
+        return model.heads["logits"](params, hidden[:, width:].reshape(lines * n, steps, -1))
+
+    def graded(logits: Callable[[Params], Array]) -> Any:
+        def total(params: Params) -> tuple[Array, Array]:
+            found = jnp.where(own[..., None], logits(params), 0)
+            return (found * wanted).sum(), found
+
+        return jax.jit(jax.grad(total, has_aux=True))(case.params)
+
+    (expected_gradient, expected), (gradient, found) = graded(in_rows), graded(in_lines)
+    assert_close(found, expected, "logits")
+    jax.tree.map(lambda g, e: assert_close(g, e, "gradient"), gradient, expected_gradient)
+
+
 def test_the_cases_differ_in_what_they_are_named_for() -> None:
     configs = {case: transformer_config(read_config(FIXTURES / case)) for case in CASES}
     assert configs["tied"].tie_embeddings and not configs["untied"].tie_embeddings
     assert configs["head_dim"].head_dim * configs["head_dim"].num_heads != configs["head_dim"].width
     assert configs["linear"].rope.kind == "linear" and configs["llama3"].rope.kind == "llama3"
-    assert configs["bias"].attention_bias and configs["bias"].mlp_bias
+    assert configs["bias"].qkv_bias and configs["bias"].output_bias and configs["bias"].mlp_bias
+    assert configs["qwen2"].qkv_bias and not configs["qwen2"].output_bias
+    assert configs["qwen2"].windows == (0, 5) and configs["mistral_window"].windows == (6, 6)
+    assert configs["smollm3"].layer_ropes == (configs["smollm3"].rope, None)
+    assert configs["qwen3"].qk_norm == "head" and not configs["qwen3"].windows
     assert (FIXTURES / "untied" / "model.safetensors.index.json").is_file()

@@ -6,21 +6,12 @@ A new family is one function and, where its tensors bear other names, one table.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 from jaxrl_llm.errors import UserError, nearest
-from jaxrl_llm.models.transformer import ACTIVATIONS, RopeConfig, TransformerConfig
-
-HFConfig = Mapping[str, Any]  # a config.json
-
-# What each kind of rotary embedding needs beside its base, and where RopeConfig's fields bear other names.
-ROPE_KEYS: dict[str, tuple[str, ...]] = {
-    "default": (),
-    "linear": ("factor",),
-    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
-}
-ROPE_FIELDS = {"rope_theta": "theta", "original_max_position_embeddings": "original_max_positions"}
+from jaxrl_llm.models.architecture import TransformerConfig
+from jaxrl_llm.models.hf_config import HFConfig, activation, count, flag, number, read_rope, read_windows, whole
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,73 +31,123 @@ class Family:
     weights: tuple[Weight, ...]
 
 
-def _projection(name: str, module: str) -> tuple[Weight, Weight]:
-    prefix = f"model.layers.{{layer}}.{module}_proj"
-    return (
-        Weight(f"layers/{name}/kernel", f"{prefix}.weight", transposed=True),
-        Weight(f"layers/{name}/bias", f"{prefix}.bias"),
-    )
+def _kernel(name: str, module: str) -> Weight:
+    return Weight(f"layers/{name}/kernel", f"model.layers.{{layer}}.{module}_proj.weight", transposed=True)
 
 
-# Every leaf the family can have; a config decides which of them a model does have (biases, an untied head).
-LLAMA_WEIGHTS = (
+def _bias(name: str, module: str) -> Weight:
+    return Weight(f"layers/{name}/bias", f"model.layers.{{layer}}.{module}_proj.bias")
+
+
+def _norm(name: str, module: str) -> Weight:
+    return Weight(f"layers/{name}", f"model.layers.{{layer}}.{module}.weight")
+
+
+# Tables name every leaf that a family can have; a config decides which of them a model does have (an untied head).
+QKV, OUTPUT = {name: f"self_attn.{name}" for name in "qkv"}, {"o": "self_attn.o"}
+MLP = {name: f"mlp.{name}" for name in ("gate", "up", "down")}
+TOP = (
     Weight("embed", "model.embed_tokens.weight"),
-    Weight("layers/attn_norm", "model.layers.{layer}.input_layernorm.weight"),
-    *_projection("q", "self_attn.q"),
-    *_projection("k", "self_attn.k"),
-    *_projection("v", "self_attn.v"),
-    *_projection("o", "self_attn.o"),
-    Weight("layers/mlp_norm", "model.layers.{layer}.post_attention_layernorm.weight"),
-    *_projection("gate", "mlp.gate"),
-    *_projection("up", "mlp.up"),
-    *_projection("down", "mlp.down"),
     Weight("final_norm", "model.norm.weight"),
     Weight("lm_head", "lm_head.weight", transposed=True),
 )
+PRE_NORMS = (_norm("attn_norm", "input_layernorm"), _norm("mlp_norm", "post_attention_layernorm"))
+QK_NORMS = (_norm("q_norm", "self_attn.q_norm"), _norm("k_norm", "self_attn.k_norm"))
+QKV_BIASES = tuple(_bias(*item) for item in QKV.items())
+ATTENTION_BIASES = (*QKV_BIASES, _bias("o", "self_attn.o"))
+MLP_BIASES = tuple(_bias(*item) for item in MLP.items())
+PLAIN = (*TOP, *PRE_NORMS, *(_kernel(*item) for item in (QKV | OUTPUT | MLP).items()))
+
+
+def _decoder(hf: HFConfig, *, theta: float = 10_000.0, **settings: Any) -> TransformerConfig:
+    """What all families read alike, and `settings` beside it or in its place."""
+    width, heads = count(hf, "hidden_size"), count(hf, "num_attention_heads")
+    kv_heads = count(hf, "num_key_value_heads", default=heads)
+    if heads % kv_heads:
+        raise UserError(f"config.json: num_attention_heads {heads} is no multiple of num_key_value_heads {kv_heads}")
+    head_dim = count(hf, "head_dim", default=width // heads)
+    if head_dim % 2:
+        raise UserError(f"config.json: head_dim {head_dim} is odd, and rotary embedding turns pairs")
+    read = {
+        "vocab_size": count(hf, "vocab_size"),
+        "real_vocab_size": count(hf, "vocab_size"),
+        "num_layers": count(hf, "num_hidden_layers"),
+        "width": width,
+        "num_heads": heads,
+        "num_kv_heads": kv_heads,
+        "head_dim": head_dim,
+        "mlp_width": count(hf, "intermediate_size"),
+        "max_positions": count(hf, "max_position_embeddings", default=2048),
+        "rope": read_rope(hf, theta),
+        "norm_eps": number({"rms_norm_eps": 1e-6, **hf}, "rms_norm_eps", ""),
+        "tie_embeddings": flag(hf, "tie_word_embeddings"),
+        "activation": activation(hf),
+    }
+    return TransformerConfig(**read | settings)
+
+
+def _biases(hf: HFConfig) -> dict[str, bool]:
+    """Of families whose attention has four biases or none."""
+    return dict.fromkeys(("qkv_bias", "output_bias"), flag(hf, "attention_bias"))
 
 
 def _llama(hf: HFConfig) -> TransformerConfig:
-    width, heads = _count(hf, "hidden_size"), _count(hf, "num_attention_heads")
-    kv_heads = _count(hf, "num_key_value_heads", default=heads)
-    if heads % kv_heads:
-        raise UserError(f"config.json: num_attention_heads {heads} is no multiple of num_key_value_heads {kv_heads}")
-    head_dim = _count(hf, "head_dim", default=width // heads)
-    if head_dim % 2:
-        raise UserError(f"config.json: head_dim {head_dim} is odd, and rotary embedding turns pairs")
-    return TransformerConfig(
-        vocab_size=_count(hf, "vocab_size"),
-        real_vocab_size=_count(hf, "vocab_size"),
-        num_layers=_count(hf, "num_hidden_layers"),
-        width=width,
-        num_heads=heads,
-        num_kv_heads=kv_heads,
-        head_dim=head_dim,
-        mlp_width=_count(hf, "intermediate_size"),
-        max_positions=_count(hf, "max_position_embeddings", default=2048),
-        rope=_rope(hf),
-        norm_eps=_number({"rms_norm_eps": 1e-6, **hf}, "rms_norm_eps", ""),
-        tie_embeddings=_flag(hf, "tie_word_embeddings"),
-        attention_bias=_flag(hf, "attention_bias"),
-        mlp_bias=_flag(hf, "mlp_bias"),
-        activation=_activation(hf),
-    )
+    return _decoder(hf, **_biases(hf), mlp_bias=flag(hf, "mlp_bias"))
 
 
 def _mistral(hf: HFConfig) -> TransformerConfig:
-    window = hf.get("sliding_window", 4096)  # a file without the key means transformers' default
-    if window is not None:
+    hf = {"max_position_embeddings": 131_072, "num_key_value_heads": 8, "sliding_window": 4096, **hf}
+    return _decoder(hf, windows=read_windows(hf, sliding=lambda layer: True))
+
+
+def _qwen2(hf: HFConfig) -> TransformerConfig:
+    hf = {"max_position_embeddings": 32_768, "num_key_value_heads": 32, **hf}
+    return _decoder(hf, qkv_bias=True, windows=_qwen_windows(hf))
+
+
+def _qwen3(hf: HFConfig) -> TransformerConfig:
+    hf = {"max_position_embeddings": 32_768, "num_key_value_heads": 32, "head_dim": 128, **hf}
+    return _decoder(hf, **_biases(hf), qk_norm="head", windows=_qwen_windows(hf))
+
+
+def _qwen_windows(hf: HFConfig) -> tuple[int, ...]:
+    hf = {"sliding_window": 4096, **hf}
+    if not flag(hf, "use_sliding_window"):
+        hf["sliding_window"] = None
+    first = 0 if hf["sliding_window"] is None else whole(hf, "max_window_layers", default=28)
+    return read_windows(hf, sliding=lambda layer: layer >= first)
+
+
+def _smollm3(hf: HFConfig) -> TransformerConfig:
+    defaults = {"max_position_embeddings": 32_768, "num_key_value_heads": 4, "tie_word_embeddings": True}
+    hf = {**defaults, **hf}
+    layers, every = count(hf, "num_hidden_layers"), count(hf, "no_rope_layer_interval", default=4)
+    turned = hf.get("no_rope_layers")  # 1 for a layer that has the rotation, whatever the name says
+    turned = [int((i + 1) % every != 0) for i in range(layers)] if turned is None else turned
+    if not isinstance(turned, list) or len(turned) < layers or any(x not in (0, 1) for x in turned):
         raise UserError(
-            f"config.json: sliding_window {window} is not supported, only null (full attention). Of a model used on at "
-            f"most {window} tokens, prompt and response together, it may be set to null: nothing changes"
+            f"config.json: no_rope_layers: expected a list of 0 (no rotation) or 1, one for each of {layers} layers, "
+            f"found {turned!r}"
         )
-    # A Mistral has no biases, and its config.json does not ask for any.
-    defaults = {"max_position_embeddings": 131_072, "num_key_value_heads": 8}
-    return _llama({**defaults, **hf, "attention_bias": False, "mlp_bias": False})
+    if not flag(hf, "use_sliding_window"):
+        hf["sliding_window"] = None
+    rope = read_rope(hf, 2_000_000.0)
+    return _decoder(
+        hf,
+        **_biases(hf),
+        mlp_bias=flag(hf, "mlp_bias"),
+        rope=rope,
+        layer_ropes=tuple(rope if x else None for x in turned[:layers]),
+        windows=read_windows(hf, sliding=lambda layer: not turned[layer]),
+    )
 
 
 FAMILIES: dict[str, Family] = {
-    "llama": Family(_llama, LLAMA_WEIGHTS),  # Llama 2 and 3, SmolLM2
-    "mistral": Family(_mistral, LLAMA_WEIGHTS),
+    "llama": Family(_llama, (*PLAIN, *ATTENTION_BIASES, *MLP_BIASES)),
+    "mistral": Family(_mistral, PLAIN),
+    "qwen2": Family(_qwen2, (*PLAIN, *QKV_BIASES)),
+    "qwen3": Family(_qwen3, (*PLAIN, *ATTENTION_BIASES, *QK_NORMS)),
+    "smollm3": Family(_smollm3, (*PLAIN, *ATTENTION_BIASES, *MLP_BIASES)),
 }
 
 
@@ -134,60 +175,3 @@ def transformer_config(hf: HFConfig) -> TransformerConfig:
             "config.json: quantization_config: quantized weights cannot be trained; give the original model"
         )
     return family.config(hf)
-
-
-def _count(hf: HFConfig, key: str, *, default: int | None = None) -> int:
-    """A positive whole number; null counts as absent, as it does in transformers."""
-    value = hf.get(key)
-    value = default if value is None else value
-    if value is None:
-        raise UserError(f"config.json: {key} is missing; {nearest(key, hf)}")
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise UserError(f"config.json: {key}: expected a positive whole number, found {value!r}")
-    return value
-
-
-def _flag(hf: HFConfig, key: str) -> bool:
-    value = hf.get(key, False)
-    if not isinstance(value, bool):
-        raise UserError(f"config.json: {key}: expected true or false, found {value!r}")
-    return value
-
-
-def _activation(hf: HFConfig) -> str:
-    name = hf.get("hidden_act", "silu")
-    if name not in ACTIVATIONS:
-        raise UserError(f"config.json: hidden_act {name!r} is not supported; valid: {', '.join(sorted(ACTIVATIONS))}")
-    return name
-
-
-def _number(found: Mapping[str, Any], key: str, where: str) -> float:
-    value = found[key]
-    if not isinstance(value, int | float) or isinstance(value, bool) or not value > 0:
-        raise UserError(f"config.json: {where}{key}: expected a positive number, found {value!r}")
-    return value
-
-
-def _rope(hf: HFConfig) -> RopeConfig:
-    """`rope_parameters` of transformers 5, or `rope_theta` and `rope_scaling` of the versions before.
-
-    Where a file has several, precedence is transformers': `rope_scaling`, then `rope_parameters`, then the top level.
-    """
-    key = "rope_scaling" if hf.get("rope_scaling") else "rope_parameters"
-    top = {k: hf[k] for k in ("rope_theta", "partial_rotary_factor") if hf.get(k) is not None}
-    found = {"rope_theta": 10_000.0, **top, **(hf.get(key) or {})}
-    kind = found.pop("rope_type", found.pop("type", "default"))
-    if found.pop("partial_rotary_factor", 1.0) != 1:
-        raise UserError("config.json: partial_rotary_factor is not supported; valid: 1")
-    if kind not in ROPE_KEYS:
-        raise UserError(f"config.json: {key}: rope type {kind!r} is not supported; valid: {', '.join(ROPE_KEYS)}")
-    if kind == "llama3":
-        found.setdefault("original_max_position_embeddings", hf.get("max_position_embeddings"))
-    takes = ("rope_theta", *ROPE_KEYS[kind])
-    wrong = [f"{k!r} is missing" for k in takes if k not in found]
-    wrong += [f"{k!r} is not known" for k in found if k not in (*takes, "original_max_position_embeddings")]
-    if wrong:
-        raise UserError(f"config.json: {key}: {wrong[0]}; type {kind!r} takes {', '.join(takes)}")
-    numbers = {k: _number(found, k, f"{key}.") for k in takes}
-    fields = {ROPE_FIELDS.get(k, k): value for k, value in numbers.items()}
-    return RopeConfig(kind=kind, **fields)  # pyright: ignore[reportArgumentType]

@@ -14,7 +14,8 @@ import jax
 import numpy as np
 
 from jaxrl_llm.errors import UserError
-from jaxrl_llm.models.families import HFConfig, Weight, find_family, transformer_config
+from jaxrl_llm.models.families import Weight, find_family, transformer_config
+from jaxrl_llm.models.hf_config import HFConfig
 from jaxrl_llm.models.tensor_files import (
     SHARD_BYTES,
     TensorFolder,
