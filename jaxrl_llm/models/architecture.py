@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -12,7 +13,10 @@ import numpy as np
 from jaxrl_llm.models.rope import RopeConfig
 from jaxrl_llm.types import Array
 
-ACTIVATIONS: dict[str, Callable[[Array], Array]] = {"silu": jax.nn.silu}
+ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
+    "silu": jax.nn.silu,
+    "gelu_pytorch_tanh": partial(jax.nn.gelu, approximate=True),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,7 +39,14 @@ class TransformerConfig:
     output_bias: bool = False  # of attention
     mlp_bias: bool = False
     activation: str = "silu"
-    qk_norm: str = "none"  # none | head: queries and keys are normalized over each head
+    embed_scale: float = 1.0  # what looked-up embeddings are multiplied by
+    attention_scale: float | None = None  # of scores; None: 1/√head_dim
+    attention_softcap: float | None = None  # scores become cap · tanh(score / cap)
+    logit_softcap: float | None = None  # and the head's logits likewise
+    norm_plus_one: bool = False  # norms multiply by 1 + weight
+    pre_norms: bool = True  # attention and MLP see the normalized stream
+    post_norms: bool = False  # what they give is normalized before it is added to the stream
+    qk_norm: str = "none"  # none | head: queries and keys are normalized over each head | width: over all heads
     # Of each layer, where layers differ; () means the same for all.
     windows: tuple[int, ...] = ()  # how many positions back a token sees, itself included; 0: all
     layer_ropes: tuple[RopeConfig | None, ...] = ()  # in place of `rope`; None: no rotation

@@ -41,22 +41,26 @@ def declare(config: TransformerConfig, dtype: Any, value_head: bool) -> dict[str
             return {"kernel": kernel}
         return {"kernel": kernel, "bias": Param((layers, outputs), dtype, ("layers", axes[1]), _zeros)}
 
-    def norm(*shape: int) -> Param:
-        return Param(shape, dtype, ("layers", None)[2 - len(shape) :], _ones)
+    def norm(*shape: int, axis: str | None = None) -> Param:
+        return Param(shape, dtype, ("layers", axis)[2 - len(shape) :], _zeros if config.norm_plus_one else _ones)
 
     layer: dict[str, Any] = {
-        "attn_norm": norm(layers, width),
         "q": dense(width, q_width, ("embed", "heads"), config.qkv_bias),
         "k": dense(width, kv_width, ("embed", "kv_heads"), config.qkv_bias),
         "v": dense(width, kv_width, ("embed", "kv_heads"), config.qkv_bias),
         "o": dense(q_width, width, ("heads", "embed"), config.output_bias),
-        "mlp_norm": norm(layers, width),
         "gate": dense(width, config.mlp_width, ("embed", "mlp"), config.mlp_bias),
         "up": dense(width, config.mlp_width, ("embed", "mlp"), config.mlp_bias),
         "down": dense(config.mlp_width, width, ("mlp", "embed"), config.mlp_bias),
     }
+    if config.pre_norms:
+        layer |= {"attn_norm": norm(layers, width), "mlp_norm": norm(layers, width)}
+    if config.post_norms:
+        layer |= {"attn_post_norm": norm(layers, width), "mlp_post_norm": norm(layers, width)}
     if config.qk_norm == "head":
         layer |= {"q_norm": norm(layers, config.head_dim), "k_norm": norm(layers, config.head_dim)}
+    elif config.qk_norm == "width":
+        layer |= {"q_norm": norm(layers, q_width, axis="heads"), "k_norm": norm(layers, kv_width, axis="kv_heads")}
     tree: dict[str, Any] = {
         "embed": Param((config.vocab_size, width), dtype, ("vocab", "embed"), _normal(0.02)),
         "layers": layer,

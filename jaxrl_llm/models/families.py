@@ -6,12 +6,24 @@ A new family is one function and, where its tensors bear other names, one table.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any
 
-from jaxrl_llm.errors import UserError, nearest
+from jaxrl_llm.errors import UserError
 from jaxrl_llm.models.architecture import TransformerConfig
-from jaxrl_llm.models.hf_config import HFConfig, activation, count, flag, number, read_rope, read_windows, whole
+from jaxrl_llm.models.hf_config import (
+    HFConfig,
+    activation,
+    count,
+    flag,
+    number,
+    optional_number,
+    read_local_and_global_rope,
+    read_rope,
+    read_windows,
+    whole,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,11 +64,21 @@ TOP = (
     Weight("lm_head", "lm_head.weight", transposed=True),
 )
 PRE_NORMS = (_norm("attn_norm", "input_layernorm"), _norm("mlp_norm", "post_attention_layernorm"))
+POST_NORMS = (
+    _norm("attn_post_norm", "post_attention_layernorm"),
+    _norm("mlp_post_norm", "post_feedforward_layernorm"),
+)
+GEMMA_NORMS = (
+    _norm("attn_norm", "input_layernorm"),
+    _norm("mlp_norm", "pre_feedforward_layernorm"),
+    *POST_NORMS,
+)
 QK_NORMS = (_norm("q_norm", "self_attn.q_norm"), _norm("k_norm", "self_attn.k_norm"))
 QKV_BIASES = tuple(_bias(*item) for item in QKV.items())
 ATTENTION_BIASES = (*QKV_BIASES, _bias("o", "self_attn.o"))
 MLP_BIASES = tuple(_bias(*item) for item in MLP.items())
-PLAIN = (*TOP, *PRE_NORMS, *(_kernel(*item) for item in (QKV | OUTPUT | MLP).items()))
+BARE = (*TOP, *(_kernel(*item) for item in (QKV | OUTPUT | MLP).items()))
+PLAIN = (*BARE, *PRE_NORMS)
 
 
 def _decoder(hf: HFConfig, *, theta: float = 10_000.0, **settings: Any) -> TransformerConfig:
@@ -78,7 +100,7 @@ def _decoder(hf: HFConfig, *, theta: float = 10_000.0, **settings: Any) -> Trans
         "head_dim": head_dim,
         "mlp_width": count(hf, "intermediate_size"),
         "max_positions": count(hf, "max_position_embeddings", default=2048),
-        "rope": read_rope(hf, theta),
+        "rope": settings["rope"] if "rope" in settings else read_rope(hf, theta),
         "norm_eps": number({"rms_norm_eps": 1e-6, **hf}, "rms_norm_eps", ""),
         "tie_embeddings": flag(hf, "tie_word_embeddings"),
         "activation": activation(hf),
@@ -142,9 +164,63 @@ def _smollm3(hf: HFConfig) -> TransformerConfig:
     )
 
 
+def _gemma(hf: HFConfig, defaults: dict[str, Any], every: int, **settings: Any) -> TransformerConfig:
+    """What both Gemmas have; every `every`-th layer sees all, the others `sliding_window` tokens."""
+    common = {"num_key_value_heads": 4, "head_dim": 256, "tie_word_embeddings": True, "query_pre_attn_scalar": 256}
+    hf = {"sliding_window": 4096, **common, **defaults, **{k: v for k, v in hf.items() if v is not None}}
+    if flag(hf, "use_bidirectional_attention"):
+        raise UserError("config.json: use_bidirectional_attention is not supported; valid: false")
+    return _decoder(
+        hf,
+        **_biases(hf),
+        activation=activation(hf, "hidden_activation", "gelu_pytorch_tanh"),
+        norm_plus_one=True,
+        post_norms=True,
+        embed_scale=math.sqrt(count(hf, "hidden_size")),
+        attention_scale=number(hf, "query_pre_attn_scalar") ** -0.5,
+        windows=read_windows(hf, sliding=lambda layer: (layer + 1) % every != 0),
+        **settings,
+    )
+
+
+def _gemma2(hf: HFConfig) -> TransformerConfig:
+    caps = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0, **hf}  # null: none
+    return _gemma(
+        hf,
+        {"max_position_embeddings": 8192},
+        every=2,
+        attention_softcap=optional_number(caps, "attn_logit_softcapping"),
+        logit_softcap=optional_number(caps, "final_logit_softcapping"),
+    )
+
+
+def _gemma3(hf: HFConfig) -> TransformerConfig:
+    if hf.get("attn_logit_softcapping") is not None:
+        raise UserError("config.json: attn_logit_softcapping is not supported of gemma3_text, only of gemma2")
+    every = count(hf, "sliding_window_pattern", default=6)
+    local_rope, global_rope = read_local_and_global_rope(hf, 10_000.0, 1_000_000.0)
+    config = _gemma(
+        hf,
+        {"max_position_embeddings": 131_072},
+        every=every,
+        qk_norm="head",
+        rope=global_rope,
+        logit_softcap=optional_number(hf, "final_logit_softcapping"),
+    )
+    windows = config.windows or (0,) * config.num_layers
+    return dataclasses.replace(config, layer_ropes=tuple(local_rope if w else global_rope for w in windows))
+
+
+def _olmo2(hf: HFConfig) -> TransformerConfig:
+    return _decoder({"rms_norm_eps": 1e-5, **hf}, **_biases(hf), pre_norms=False, post_norms=True, qk_norm="width")
+
+
 FAMILIES: dict[str, Family] = {
+    "gemma2": Family(_gemma2, (*BARE, *GEMMA_NORMS, *ATTENTION_BIASES)),
+    "gemma3_text": Family(_gemma3, (*BARE, *GEMMA_NORMS, *QK_NORMS, *ATTENTION_BIASES)),
     "llama": Family(_llama, (*PLAIN, *ATTENTION_BIASES, *MLP_BIASES)),
     "mistral": Family(_mistral, PLAIN),
+    "olmo2": Family(_olmo2, (*BARE, *POST_NORMS, *QK_NORMS, *ATTENTION_BIASES)),
     "qwen2": Family(_qwen2, (*PLAIN, *QKV_BIASES)),
     "qwen3": Family(_qwen3, (*PLAIN, *ATTENTION_BIASES, *QK_NORMS)),
     "smollm3": Family(_smollm3, (*PLAIN, *ATTENTION_BIASES, *MLP_BIASES)),
@@ -159,7 +235,7 @@ def find_family(hf: HFConfig) -> Family:
     """
     kind = hf.get("model_type")
     if kind not in FAMILIES:
-        raise UserError(f"config.json: model_type {kind!r} is not supported; {nearest(str(kind), FAMILIES)}")
+        raise UserError(f"config.json: model_type {kind!r} is not supported; valid: {', '.join(sorted(FAMILIES))}")
     return FAMILIES[kind]
 
 

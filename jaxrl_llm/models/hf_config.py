@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -11,12 +12,17 @@ from jaxrl_llm.models.rope import RopeConfig
 
 HFConfig = Mapping[str, Any]  # a config.json
 
-# What each kind of rotary embedding needs beside its base, and where RopeConfig's fields bear other names.
+LAYER_TYPES = ("full_attention", "sliding_attention")
+
+# What each kind of rotary embedding needs beside its base, what it may have, and where RopeConfig's fields bear other
+# names. yarn's mscale and mscale_all_dim only stand for an attention_factor.
 ROPE_KEYS: dict[str, tuple[str, ...]] = {
     "default": (),
     "linear": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+    "yarn": ("factor", "original_max_position_embeddings"),
 }
+ROPE_OPTIONS = {"yarn": ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate")}
 ROPE_FIELDS = {"rope_theta": "theta", "original_max_position_embeddings": "original_max_positions"}
 
 
@@ -43,14 +49,15 @@ def flag(hf: HFConfig, key: str) -> bool:
     return value
 
 
-def activation(hf: HFConfig) -> str:
-    name = hf.get("hidden_act", "silu")
+def activation(hf: HFConfig, key: str = "hidden_act", default: str = "silu") -> str:
+    name = hf.get(key) or default
     if name not in ACTIVATIONS:
-        raise UserError(f"config.json: hidden_act {name!r} is not supported; valid: {', '.join(sorted(ACTIVATIONS))}")
+        raise UserError(f"config.json: {key} {name!r} is not supported; valid: {', '.join(sorted(ACTIVATIONS))}")
     return name
 
 
-LAYER_TYPES = ("full_attention", "sliding_attention")
+def optional_number(hf: HFConfig, key: str) -> float | None:
+    return None if hf.get(key) is None else number(hf, key)
 
 
 def read_windows(hf: HFConfig, *, sliding: Callable[[int], bool]) -> tuple[int, ...]:
@@ -77,7 +84,7 @@ def read_layer_types(hf: HFConfig) -> list[str]:
     return types
 
 
-def number(found: Mapping[str, Any], key: str, where: str) -> float:
+def number(found: Mapping[str, Any], key: str, where: str = "") -> float:
     value = found[key]
     if not isinstance(value, int | float) or isinstance(value, bool) or not value > 0:
         raise UserError(f"config.json: {where}{key}: expected a positive number, found {value!r}")
@@ -91,19 +98,61 @@ def read_rope(hf: HFConfig, theta: float) -> RopeConfig:
     """
     key = "rope_scaling" if hf.get("rope_scaling") else "rope_parameters"
     top = {k: hf[k] for k in ("rope_theta", "partial_rotary_factor") if hf.get(k) is not None}
-    found = {"rope_theta": theta, **top, **(hf.get(key) or {})}
+    return _rope_of(hf, key, {"rope_theta": theta, **top, **(hf.get(key) or {})})
+
+
+def read_local_and_global_rope(hf: HFConfig, local_theta: float, global_theta: float) -> tuple[RopeConfig, RopeConfig]:
+    """Of layers with a window, and of those without: `rope_parameters` holds one for each layer type; or
+    `rope_local_base_freq`, and `rope_theta` and `rope_scaling` for the layers without."""
+    by_type = hf.get("rope_parameters") or {}
+    if unknown := [kind for kind in by_type if kind not in LAYER_TYPES]:
+        raise UserError(
+            f"config.json: rope_parameters: {unknown[0]!r} is not known; it takes one entry for each of "
+            f"{', '.join(LAYER_TYPES)}"
+        )
+
+    def read(kind: str, base_key: str, theta: float, scaling: Mapping[str, Any]) -> RopeConfig:
+        top = {"rope_theta": hf[base_key]} if hf.get(base_key) is not None else {}
+        return _rope_of(
+            hf, f"rope_parameters.{kind}", {"rope_theta": theta, **top, **(by_type.get(kind) or {}), **scaling}
+        )
+
+    return (
+        read("sliding_attention", "rope_local_base_freq", local_theta, {}),
+        read("full_attention", "rope_theta", global_theta, hf.get("rope_scaling") or {}),
+    )
+
+
+def _rope_of(hf: HFConfig, key: str, entry: Mapping[str, Any]) -> RopeConfig:
+    found = {k: value for k, value in entry.items() if value is not None}
     kind = found.pop("rope_type", found.pop("type", "default"))
     if found.pop("partial_rotary_factor", 1.0) != 1:
         raise UserError("config.json: partial_rotary_factor is not supported; valid: 1")
     if kind not in ROPE_KEYS:
         raise UserError(f"config.json: {key}: rope type {kind!r} is not supported; valid: {', '.join(ROPE_KEYS)}")
-    if kind == "llama3":
+    if kind in ("llama3", "yarn"):
         found.setdefault("original_max_position_embeddings", hf.get("max_position_embeddings"))
-    takes = ("rope_theta", *ROPE_KEYS[kind])
-    wrong = [f"{k!r} is missing" for k in takes if k not in found]
-    wrong += [f"{k!r} is not known" for k in found if k not in (*takes, "original_max_position_embeddings")]
+    takes, options = ("rope_theta", *ROPE_KEYS[kind]), ROPE_OPTIONS.get(kind, ())
+    wrong = [f"{k!r} is missing" for k in takes if found.get(k) is None]
+    wrong += [f"{k!r} is not known" for k in found if k not in (*takes, *options, "original_max_position_embeddings")]
     if wrong:
-        raise UserError(f"config.json: {key}: {wrong[0]}; type {kind!r} takes {', '.join(takes)}")
-    numbers = {k: number(found, k, f"{key}.") for k in takes}
-    fields = {ROPE_FIELDS.get(k, k): value for k, value in numbers.items()}
+        raise UserError(f"config.json: {key}: {wrong[0]}; type {kind!r} takes {', '.join((*takes, *options))}")
+    flags = {k: flag(found, k) for k in options if k == "truncate" and k in found}
+    numbers = {k: number(found, k, f"{key}.") for k in (*takes, *options) if k in found and k not in flags}
+    if kind == "yarn":
+        numbers["attention_factor"] = _yarn_attention_factor(numbers)
+    fields = {ROPE_FIELDS.get(k, k): value for k, value in (numbers | flags).items()}
     return RopeConfig(kind=kind, **fields)  # pyright: ignore[reportArgumentType]
+
+
+def _yarn_attention_factor(found: dict[str, float]) -> float:
+    """The given one, else 0.1 · ln(factor) + 1 (arXiv:2309.00071, section 3.4), or the quotient of two such with
+    `mscale` and `mscale_all_dim` before the logarithm."""
+    scales = [found.pop(k, None) for k in ("mscale", "mscale_all_dim")]
+
+    def grown(scale: float) -> float:
+        return 0.1 * scale * math.log(found["factor"]) + 1 if found["factor"] > 1 else 1.0
+
+    first, second = scales
+    computed = grown(1.0) if first is None or second is None else grown(first) / grown(second)
+    return found.get("attention_factor", computed)

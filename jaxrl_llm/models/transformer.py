@@ -64,10 +64,12 @@ def make_transformer(
 # Forward
 
 
-def _rms_norm(x: Array, weight: Array, eps: float) -> Array:
+def _rms_norm(config: TransformerConfig, x: Array, weight: Array) -> Array:
+    """x / √(mean x² + eps) · weight over the last axis, in at least float32 and rounded once."""
     high = x.astype(jnp.promote_types(x.dtype, jnp.float32))
-    scaled = high * jax.lax.rsqrt(jnp.mean(high * high, -1, keepdims=True) + eps)
-    return scaled.astype(x.dtype) * weight.astype(x.dtype)[(None,) * (x.ndim - 1)]
+    scaled = high * jax.lax.rsqrt(jnp.mean(high * high, -1, keepdims=True) + config.norm_eps)
+    weight = weight.astype(high.dtype) + (1 if config.norm_plus_one else 0)
+    return (scaled * weight[(None,) * (x.ndim - 1)]).astype(x.dtype)
 
 
 def _dense(x: Array, layer: dict[str, Array]) -> Array:
@@ -94,6 +96,8 @@ def _forward(
     # Looked up in whole rows: cut along `embed`, every device would look up a part of every row's tokens.
     table = constrain(params["embed"], ("vocab", None))
     x = constrain(table[tokens].astype(compute_dtype), ("batch", None, None))
+    if config.embed_scale != 1:
+        x = x * jnp.asarray(config.embed_scale, compute_dtype)  # rounded to it, as the models were trained
     rope = rope_tables(config.ropes, config.head_dim, positions, jnp.promote_types(compute_dtype, jnp.float32))
     block = partial(_block, config, constrain, rope)
     layers = params["layers"]
@@ -104,7 +108,7 @@ def _forward(
         x = _run_layers(block, layers, kinds, x, (positions, segment_ids, prefix_ids), blocks, remat)
     else:
         x, cache = _run_cached(block, layers, kinds, x, (positions, segment_ids), cache)
-    return _rms_norm(x, params["final_norm"], config.norm_eps), cache
+    return _rms_norm(config, x, params["final_norm"]), cache
 
 
 def _block(
@@ -120,22 +124,25 @@ def _block(
     batch, length, _ = x.shape
     cos, sin = rope if kind.rope is None else (rope[0][kind.rope], rope[1][kind.rope])
 
+    def norm(x: Array, name: str) -> Array:
+        return _rms_norm(config, x, layer[name]) if name in layer else x
+
     def heads(name: str, count: int) -> Array:
-        return _dense(normed, layer[name]).reshape(batch, length, count, config.head_dim)
+        x = _dense(normed, layer[name])
+        if config.qk_norm == "width":
+            x = norm(x, f"{name}_norm")
+        x = x.reshape(batch, length, count, config.head_dim)
+        return norm(x, f"{name}_norm") if config.qk_norm == "head" else x
 
-    def turned(name: str, count: int) -> Array:
-        x = heads(name, count)
-        if config.qk_norm == "head":
-            x = _rms_norm(x, layer[f"{name}_norm"], config.norm_eps)
-        return rotate(x, cos, sin)
-
-    normed = _rms_norm(x, layer["attn_norm"], config.norm_eps)
-    q, k, v = turned("q", config.num_heads), turned("k", config.num_kv_heads), heads("v", config.num_kv_heads)
-    mixed, carried = attention(q, k, v, scale=config.head_dim**-0.5, window=kind.window)
-    x = x + _dense(mixed.reshape(batch, length, -1), layer["o"])
-    normed = _rms_norm(x, layer["mlp_norm"], config.norm_eps)
+    normed = norm(x, "attn_norm")
+    q, k = (rotate(heads(*of), cos, sin) for of in (("q", config.num_heads), ("k", config.num_kv_heads)))
+    scale = config.head_dim**-0.5 if config.attention_scale is None else config.attention_scale
+    how = {"scale": scale, "window": kind.window, "softcap": config.attention_softcap}
+    mixed, carried = attention(q, k, heads("v", config.num_kv_heads), **how)
+    x = x + norm(_dense(mixed.reshape(batch, length, -1), layer["o"]), "attn_post_norm")
+    normed = norm(x, "mlp_norm")
     gate = ACTIVATIONS[config.activation](_dense(normed, layer["gate"]))
-    x = x + _dense(gate * _dense(normed, layer["up"]), layer["down"])
+    x = x + norm(_dense(gate * _dense(normed, layer["up"]), layer["down"]), "mlp_post_norm")
     return constrain(x, ("batch", None, None)), carried
 
 
@@ -254,6 +261,8 @@ def _logits(config: TransformerConfig, params: Params, hidden: Array) -> Array:
     table = params["embed"] if config.tie_embeddings else params["lm_head"]
     subscripts = "...d,vd->...v" if config.tie_embeddings else "...d,dv->...v"
     logits = jnp.einsum(subscripts, hidden, table.astype(hidden.dtype), preferred_element_type=accumulate)
+    if config.logit_softcap is not None:
+        logits = config.logit_softcap * jnp.tanh(logits / config.logit_softcap)
     if config.real_vocab_size == config.vocab_size:
         return logits
     known = (jnp.arange(config.vocab_size) < config.real_vocab_size)[(None,) * (hidden.ndim - 1)]
