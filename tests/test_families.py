@@ -120,6 +120,14 @@ def test_old_and_new_spellings_of_rope(found: dict[str, Any], expected: RopeConf
         ),
         ({"model_type": "gemma3"}, ["model_type 'gemma3'", "gemma3_text"]),
         ({"model_type": "mistral", "sliding_window": 0}, ["sliding_window", "positive", "0"]),
+        ({"model_type": "phi3", "rope_scaling": YARN}, ["'yarn' is not supported of phi3", "default, longrope"]),
+        ({"model_type": "phi3", "partial_rotary_factor": 1.5}, ["partial_rotary_factor", "1.5"]),
+        (
+            {"model_type": "phi3", "partial_rotary_factor": 0.4},
+            ["partial_rotary_factor 0.4", "odd number", "8 entries"],
+        ),
+        ({"model_type": "phi3", "rope_scaling": {"type": "su", "short_factor": "1"}}, ["short_factor", "'1'"]),
+        ({"model_type": "phi3", "rope_scaling": {"type": "su", "short_factor": [1.0]}}, ["short_factor", "4", "1"]),
         ({"model_type": "qwen2", "use_sliding_window": True, "max_window_layers": -1}, ["max_window_layers", "-1"]),
         ({"model_type": "qwen3", "layer_types": ["full_attention"]}, ["layer_types", "each of 2 layers"]),
         ({"model_type": "qwen3", "layer_types": ["full_attention", "chunked_attention"]}, ["sliding_attention"]),
@@ -234,6 +242,17 @@ def test_what_yarn_multiplies_cosine_and_sine_by(found: dict[str, Any], expected
     assert (rope.original_max_positions, rope.beta_fast, rope.beta_slow, rope.truncate) == (64, 32.0, 1.0, True)
 
 
+def test_longrope_goes_as_far_as_its_short_factors_do() -> None:
+    scaling = {"type": "longrope", "short_factor": [1, 2, 3, 4], "long_factor": [9, 9, 9, 9]}
+    lengths = {"max_position_embeddings": 131_072, "original_max_position_embeddings": 4096}
+    config = config_of(model_type="phi3", rope_scaling=scaling, **lengths)
+    assert config.max_positions == 4096
+    assert config.rope.short_factors == (1, 2, 3, 4)
+    assert config.rope.attention_factor == pytest.approx(math.sqrt(1 + math.log(32) / math.log(4096)), rel=1e-12)
+    config = config_of(model_type="phi3", rope_scaling={**scaling, "attention_factor": 1.25}, **lengths)
+    assert config.rope.attention_factor == 1.25
+
+
 def test_gemma2_has_caps_unless_told_otherwise() -> None:
     config = config_of(model_type="gemma2", num_key_value_heads=4)
     assert (config.attention_softcap, config.logit_softcap) == (50.0, 30.0)
@@ -256,6 +275,7 @@ EVERYTHING: dict[str, dict[str, Any]] = {
     "llama": {"attention_bias": True, "mlp_bias": True},
     "mistral": {},
     "olmo2": {"attention_bias": True},
+    "phi3": {},
     "qwen2": {},
     "qwen3": {"attention_bias": True},
     "smollm3": {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": False},

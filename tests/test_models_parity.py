@@ -147,12 +147,15 @@ def by_torch_name(params: Params, name: str) -> Array:
             "post_feedforward_layernorm": "mlp_post_norm",
         }
         return params["layers"][names.get(module, module)][layer]
+    if module in ("qkv_proj", "gate_up_proj"):
+        fused = ("q", "k", "v") if module == "qkv_proj" else ("gate", "up")
+        return jnp.concatenate([params["layers"][part]["kernel"][layer] for part in fused], 1).T
     leaf = params["layers"][module.removesuffix("_proj")]
     return leaf["kernel"][layer].T if parts[-1] == "weight" else leaf["bias"][layer]
 
 
 @pytest.mark.parametrize(
-    "name", ["gemma2", "gemma3", "head_dim", "mistral_window", "olmo2", "qwen2", "smollm3", "yarn"]
+    "name", ["gemma2", "gemma3", "head_dim", "mistral_window", "olmo2", "phi3", "qwen2", "smollm3", "yarn"]
 )
 def test_prefill_and_decode_equal_the_full_forward(name: str) -> None:
     """The prompt once, then token by token in the rows that share it, gives the logits of the whole sequence."""
@@ -232,6 +235,8 @@ def test_the_cases_differ_in_what_they_are_named_for() -> None:
     assert configs["gemma2"].windows == configs["gemma3"].windows == (5, 0)
     assert configs["gemma2"].attention_softcap == 1 and configs["gemma2"].logit_softcap == 2
     assert configs["gemma3"].layer_ropes == (RopeConfig(100.0), RopeConfig(1000.0, "linear", 2.0))
+    assert configs["phi3"].windows == (7, 7) and configs["phi3"].rope.fraction == 0.5
+    assert configs["longrope"].rope.attention_factor > 1.05 and configs["longrope"].max_positions == 32
     assert configs["yarn"].rope.kind == "yarn" and configs["yarn"].rope.attention_factor > 1.1
     assert configs["qwen3"].qk_norm == "head" and not configs["qwen3"].windows
     assert (FIXTURES / "untied" / "model.safetensors.index.json").is_file()

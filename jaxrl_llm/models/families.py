@@ -20,6 +20,7 @@ from jaxrl_llm.models.hf_config import (
     number,
     optional_number,
     read_local_and_global_rope,
+    read_phi3_rope,
     read_rope,
     read_windows,
     whole,
@@ -28,11 +29,15 @@ from jaxrl_llm.models.hf_config import (
 
 @dataclasses.dataclass(frozen=True)
 class Weight:
-    """One leaf of the parameters and its name in Hugging Face's files."""
+    """One leaf of the parameters and its name in Hugging Face's files.
+
+    Several leaves of one name lie one after another along the first axis of one tensor, in the order of their parts.
+    """
 
     path: str  # in the tree of parameters, such as "layers/q/kernel"
-    name: str  # in the files; "{layer}" where there is one tensor per layer
+    name: str  # in the files; "{layer}" where there is one tensor per layer, "{expert}" where per expert of it
     transposed: bool = False  # torch keeps kernels as [outputs, inputs]
+    part: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,8 +48,8 @@ class Family:
     weights: tuple[Weight, ...]
 
 
-def _kernel(name: str, module: str) -> Weight:
-    return Weight(f"layers/{name}/kernel", f"model.layers.{{layer}}.{module}_proj.weight", transposed=True)
+def _kernel(name: str, module: str, part: int = 0) -> Weight:
+    return Weight(f"layers/{name}/kernel", f"model.layers.{{layer}}.{module}_proj.weight", transposed=True, part=part)
 
 
 def _bias(name: str, module: str) -> Weight:
@@ -77,6 +82,12 @@ QK_NORMS = (_norm("q_norm", "self_attn.q_norm"), _norm("k_norm", "self_attn.k_no
 QKV_BIASES = tuple(_bias(*item) for item in QKV.items())
 ATTENTION_BIASES = (*QKV_BIASES, _bias("o", "self_attn.o"))
 MLP_BIASES = tuple(_bias(*item) for item in MLP.items())
+FUSED = (
+    *(_kernel(name, "self_attn.qkv", part) for part, name in enumerate("qkv")),
+    *(_kernel(name, "mlp.gate_up", part) for part, name in enumerate(("gate", "up"))),
+    _kernel("o", "self_attn.o"),
+    _kernel("down", "mlp.down"),
+)
 BARE = (*TOP, *(_kernel(*item) for item in (QKV | OUTPUT | MLP).items()))
 PLAIN = (*BARE, *PRE_NORMS)
 
@@ -215,12 +226,33 @@ def _olmo2(hf: HFConfig) -> TransformerConfig:
     return _decoder({"rms_norm_eps": 1e-5, **hf}, **_biases(hf), pre_norms=False, post_norms=True, qk_norm="width")
 
 
+def _phi3(hf: HFConfig) -> TransformerConfig:
+    hf = {"rms_norm_eps": 1e-5, "max_position_embeddings": 4096, **hf}
+    rope = read_phi3_rope(hf)
+    config = _decoder(hf, rope=rope, windows=read_windows(hf, sliding=lambda layer: True))
+    turning = int(config.head_dim * rope.fraction)
+    if turning % 2:
+        raise UserError(
+            f"config.json: partial_rotary_factor {rope.fraction}: turns an odd number of the {config.head_dim} entries "
+            "of a head, and rotary embedding turns pairs"
+        )
+    if rope.kind == "longrope":
+        if len(rope.short_factors) != turning // 2:
+            raise UserError(
+                f"config.json: rope_scaling.short_factor: expected {turning // 2} numbers, "
+                f"found {len(rope.short_factors)}"
+            )
+        config = dataclasses.replace(config, max_positions=min(config.max_positions, rope.original_max_positions))
+    return config
+
+
 FAMILIES: dict[str, Family] = {
     "gemma2": Family(_gemma2, (*BARE, *GEMMA_NORMS, *ATTENTION_BIASES)),
     "gemma3_text": Family(_gemma3, (*BARE, *GEMMA_NORMS, *QK_NORMS, *ATTENTION_BIASES)),
     "llama": Family(_llama, (*PLAIN, *ATTENTION_BIASES, *MLP_BIASES)),
     "mistral": Family(_mistral, PLAIN),
     "olmo2": Family(_olmo2, (*BARE, *POST_NORMS, *QK_NORMS, *ATTENTION_BIASES)),
+    "phi3": Family(_phi3, (*TOP, *FUSED, *PRE_NORMS)),
     "qwen2": Family(_qwen2, (*PLAIN, *QKV_BIASES)),
     "qwen3": Family(_qwen3, (*PLAIN, *ATTENTION_BIASES, *QK_NORMS)),
     "smollm3": Family(_smollm3, (*PLAIN, *ATTENTION_BIASES, *MLP_BIASES)),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -96,9 +97,13 @@ def read_rope(hf: HFConfig, theta: float) -> RopeConfig:
 
     Where a file has several, precedence is transformers': `rope_scaling`, then `rope_parameters`, then the top level.
     """
+    return _rope_of(hf, *_flat_rope(hf, theta))
+
+
+def _flat_rope(hf: HFConfig, theta: float) -> tuple[str, dict[str, Any]]:
     key = "rope_scaling" if hf.get("rope_scaling") else "rope_parameters"
     top = {k: hf[k] for k in ("rope_theta", "partial_rotary_factor") if hf.get(k) is not None}
-    return _rope_of(hf, key, {"rope_theta": theta, **top, **(hf.get(key) or {})})
+    return key, {"rope_theta": theta, **top, **(hf.get(key) or {})}
 
 
 def read_local_and_global_rope(hf: HFConfig, local_theta: float, global_theta: float) -> tuple[RopeConfig, RopeConfig]:
@@ -123,9 +128,45 @@ def read_local_and_global_rope(hf: HFConfig, local_theta: float, global_theta: f
     )
 
 
+def read_phi3_rope(hf: HFConfig) -> RopeConfig:
+    """Of Phi-3 and Phi-4: part of each head may stay as it is, and the one scaling is longrope, also called su.
+
+    A longrope has factors for texts up to `original_max_position_embeddings` tokens and others for longer ones; only
+    the first are read, since which of them holds would change in the middle of a response.
+    """
+    key, found = _flat_rope(hf, 10_000.0)
+    kind = found.pop("type", "default")
+    kind = found.pop("rope_type", kind)
+    fraction = number(found, "partial_rotary_factor", f"{key}.") if "partial_rotary_factor" in found else 1.0
+    found["partial_rotary_factor"] = 1.0
+    if fraction > 1:
+        raise UserError(f"config.json: partial_rotary_factor: expected at most 1, found {fraction!r}")
+    if kind == "default":
+        return dataclasses.replace(_rope_of(hf, key, found), fraction=fraction)
+    if kind not in ("longrope", "su"):
+        raise UserError(f"config.json: {key}: rope type {kind!r} is not supported of phi3; valid: default, longrope")
+    factors, factor, attention = (found.pop(k, None) for k in ("short_factor", "factor", "attention_factor"))
+    found.pop("long_factor", None)
+    original = count(hf, "original_max_position_embeddings", default=4096)
+    if not isinstance(factors, list) or not all(isinstance(x, int | float) and x > 0 for x in factors):
+        raise UserError(f"config.json: {key}.short_factor: expected a list of positive numbers, found {factors!r}")
+    if attention is None:
+        factor = count(hf, "max_position_embeddings") / original if factor is None else factor
+        attention = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
+    return dataclasses.replace(
+        _rope_of(hf, key, found),
+        kind="longrope",
+        fraction=fraction,
+        short_factors=tuple(factors),
+        attention_factor=attention,
+        original_max_positions=original,
+    )
+
+
 def _rope_of(hf: HFConfig, key: str, entry: Mapping[str, Any]) -> RopeConfig:
     found = {k: value for k, value in entry.items() if value is not None}
-    kind = found.pop("rope_type", found.pop("type", "default"))
+    kind = found.pop("type", "default")
+    kind = found.pop("rope_type", kind)
     if found.pop("partial_rotary_factor", 1.0) != 1:
         raise UserError("config.json: partial_rotary_factor is not supported; valid: 1")
     if kind not in ROPE_KEYS:

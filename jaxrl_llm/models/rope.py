@@ -18,28 +18,32 @@ class RopeConfig:
     """How fast each pair of a head's entries turns with the position."""
 
     theta: float = 10_000.0
-    kind: str = "default"  # default | linear | llama3 | yarn
+    kind: str = "default"  # default | linear | llama3 | yarn | longrope
     factor: float = 1.0
     low_freq_factor: float = 1.0  # llama3
     high_freq_factor: float = 4.0  # llama3
-    original_max_positions: int = 8192  # llama3, yarn
+    original_max_positions: int = 8192  # llama3, yarn, longrope
     beta_fast: float = 32.0  # yarn
     beta_slow: float = 1.0  # yarn
     truncate: bool = True  # yarn
-    attention_factor: float = 1.0  # yarn: multiplies cosine and sine, so that scores grow by its square
+    attention_factor: float = 1.0  # yarn, longrope: multiplies cosine and sine, so that scores grow by its square
+    short_factors: tuple[float, ...] = ()  # longrope: what each frequency is divided by
+    fraction: float = 1.0  # of each head that turns; the rest stays as it is
 
 
 def rope_frequencies(rope: RopeConfig, head_dim: int) -> np.ndarray:
-    """Radians per position: float32 [head_dim / 2], theta^(−2i / head_dim) before scaling.
+    """Radians per position: float32 [D / 2], theta^(−2i / D) before scaling, with D the part of the head that turns.
 
     linear: all divided by `factor` (arXiv:2306.15595). llama3: those that turn less than `low_freq_factor` times in the
     original length are, those that turn more than `high_freq_factor` times are not, between them a blend. yarn: the
     same with `beta_slow` and `beta_fast`, the blend linear in i (Peng et al. 2023, arXiv:2309.00071).
+    longrope: each is divided by a factor of its own (Ding et al. 2024, arXiv:2402.13753).
 
     Raises:
-      ValueError: a kind that is none of these.
+      ValueError: a kind that is none of these, or a longrope whose factors are not D / 2.
     """
-    frequencies = rope.theta ** -(np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
+    size = int(head_dim * rope.fraction)
+    frequencies = rope.theta ** -(np.arange(0, size, 2, dtype=np.float64) / size)
     if rope.kind == "linear":
         frequencies = frequencies / rope.factor
     elif rope.kind == "llama3":
@@ -50,16 +54,20 @@ def rope_frequencies(rope: RopeConfig, head_dim: int) -> np.ndarray:
 
         def index(turns: float) -> float:
             """Of the frequency that turns so often in the original length."""
-            return head_dim * math.log(rope.original_max_positions / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
+            return size * math.log(rope.original_max_positions / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
 
         low, high = index(rope.beta_fast), index(rope.beta_slow)
         if rope.truncate:
             low, high = math.floor(low), math.ceil(high)
-        low, high = max(low, 0), min(high, head_dim - 1)  # head_dim, not its half: as the reference has it
-        ramp = (np.arange(head_dim // 2) - low) / (high - low if high != low else 0.001)
+        low, high = max(low, 0), min(high, size - 1)  # size, not its half: as the reference has it
+        ramp = (np.arange(size // 2) - low) / (high - low if high != low else 0.001)
         frequencies = _blend(frequencies, rope.factor, 1 - np.clip(ramp, 0, 1))
+    elif rope.kind == "longrope":
+        if len(rope.short_factors) != size // 2:
+            raise ValueError(f"rope.short_factors: expected {size // 2}, found {len(rope.short_factors)}")
+        frequencies = frequencies / np.array(rope.short_factors)
     elif rope.kind != "default":
-        raise ValueError(f"rope.kind: expected default, linear, llama3 or yarn, found {rope.kind!r}")
+        raise ValueError(f"rope.kind: expected default, linear, llama3, yarn or longrope, found {rope.kind!r}")
     return frequencies.astype(np.float32)
 
 
@@ -68,7 +76,7 @@ def _blend(frequencies: np.ndarray, factor: float, kept: np.ndarray) -> np.ndarr
 
 
 def rope_tables(ropes: Sequence[RopeConfig | None], head_dim: int, positions: Array, dtype: Any) -> tuple[Array, Array]:
-    """Cosine and sine of each position's angles: [B, T, 1, head_dim / 2] of one rope, [K, B, T, 1, …] of K ropes.
+    """Cosine and sine of each position's angles: [B, T, 1, D / 2] of one rope, [K, B, T, 1, …] of K ropes.
 
     None does not turn at all: its angles are 0, and a rotation by them returns its input bit for bit.
     """
@@ -86,6 +94,9 @@ def rope_tables(ropes: Sequence[RopeConfig | None], head_dim: int, positions: Ar
 
 
 def rotate(x: Array, cos: Array, sin: Array) -> Array:
-    """Rotates the two halves of each head [B, T, H, D] by the angles of its position; cos, sin [B, T, 1, D/2]."""
-    first, second = jnp.split(x.astype(cos.dtype), 2, axis=-1)
-    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], -1).astype(x.dtype)
+    """Rotates the two halves of the first D entries of each head [B, T, H, ≥ D] by the angles of its position; cos, sin
+    [B, T, 1, D / 2]."""
+    turning, rest = x[..., : 2 * cos.shape[-1]], x[..., 2 * cos.shape[-1] :]
+    first, second = jnp.split(turning.astype(cos.dtype), 2, axis=-1)
+    turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], -1).astype(x.dtype)
+    return jnp.concatenate([turned, rest], -1) if rest.shape[-1] else turned
