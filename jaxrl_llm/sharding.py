@@ -1,7 +1,8 @@
 """Where arrays live: the mesh, the rules from logical axes to mesh axes, and the constraints that keep activations
 there.
 
-Mesh axes: `data` (rows), `fsdp` (rows, and parameters cut along their `embed` axis), `tensor` (heads, mlp, vocabulary).
+Mesh axes: `data` (rows), `fsdp` (rows, and parameters cut along their `embed` axis), `tensor` (heads, mlp, vocabulary,
+experts).
 Rows of a batch are spread over data and fsdp together. On one device every rule is the identity.
 """
 
@@ -31,6 +32,8 @@ RULES: dict[str, str | tuple[str, ...]] = {
     "kv_heads": "tensor",
     "mlp": "tensor",
     "vocab": "tensor",
+    "expert": "tensor",
+    "blocks": AXES,  # of tokens that go to one expert
 }  # any other logical axis ("layers", None) is not cut
 
 

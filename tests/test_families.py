@@ -135,6 +135,9 @@ def test_old_and_new_spellings_of_rope(found: dict[str, Any], expected: RopeConf
             {"model_type": "qwen3", "layer_types": ["full_attention", "sliding_attention"], "sliding_window": 9},
             ["layer_types", "no sliding_window is in use"],
         ),
+        ({"model_type": "qwen3_moe", "mlp_only_layers": [0]}, ["mlp_only_layers", "decoder_sparse_step", "[] and 1"]),
+        ({"model_type": "qwen3_moe", "decoder_sparse_step": 2}, ["mlp_only_layers", "decoder_sparse_step"]),
+        ({"model_type": "qwen3_moe", "num_experts": 4}, ["num_experts_per_tok 8", "num_experts 4"]),
         ({"model_type": "smollm3", "no_rope_layers": [1]}, ["no_rope_layers", "each of 2 layers", "[1]"]),
         ({"model_type": "smollm3", "no_rope_layers": [1, 2]}, ["no_rope_layers", "[1, 2]"]),
         ({"model_type": "smollm3", "no_rope_layer_interval": 0}, ["no_rope_layer_interval", "0"]),
@@ -278,6 +281,7 @@ EVERYTHING: dict[str, dict[str, Any]] = {
     "phi3": {},
     "qwen2": {},
     "qwen3": {"attention_bias": True},
+    "qwen3_moe": {"attention_bias": True},
     "smollm3": {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": False},
 }
 

@@ -20,13 +20,8 @@ from jaxrl_llm.types import Array, Model, Params
 
 FIXTURES = Path(__file__).parent / "fixtures" / "models"
 CASES = sorted(path.name for path in FIXTURES.iterdir())
-UNSTACKED = [
-    "bias",
-    "gemma2",
-    "gemma3",
-    "qwen2",
-    "smollm3",
-]  # with layers in a tuple, too: those whose layers differ, and one other
+UNSTACKED = ["bias", "gemma2", "gemma3", "qwen2", "qwen3_moe", "smollm3"]  # those whose layers differ, and one other
+CACHED = ["gemma2", "gemma3", "head_dim", "mistral_window", "olmo2", "phi3", "qwen2", "qwen3_moe", "smollm3", "yarn"]
 TOLERANCE = 1e-5  # of the largest entry, in float32
 
 
@@ -131,32 +126,40 @@ def test_unrolled_layers_give_what_scanned_ones_give(name: str) -> None:
     jax.tree.map(assert_close, by_layer, gradients)
 
 
-def by_torch_name(params: Params, name: str) -> Array:
+def by_torch_name(params: Params, name: str) -> np.ndarray:
     """Spelled out, not read from the family's table, so that a wrong table is seen."""
     parts = name.split(".")
     if parts[1] != "layers":
         top = {"model.embed_tokens.weight": "embed", "model.norm.weight": "final_norm", "lm_head.weight": "lm_head"}
         return params[top[name]].T if name == "lm_head.weight" else params[top[name]]
-    layer, module = int(parts[2]), parts[-2]
-    if "norm" in module:
-        after = "mlp_post_norm" in params["layers"]
-        names = {
-            "input_layernorm": "attn_norm",
-            "post_attention_layernorm": "attn_post_norm" if after else "mlp_norm",
-            "pre_feedforward_layernorm": "mlp_norm",
-            "post_feedforward_layernorm": "mlp_post_norm",
-        }
-        return params["layers"][names.get(module, module)][layer]
-    if module in ("qkv_proj", "gate_up_proj"):
-        fused = ("q", "k", "v") if module == "qkv_proj" else ("gate", "up")
-        return jnp.concatenate([params["layers"][part]["kernel"][layer] for part in fused], 1).T
-    leaf = params["layers"][module.removesuffix("_proj")]
-    return leaf["kernel"][layer].T if parts[-1] == "weight" else leaf["bias"][layer]
+    layer, leaves = int(parts[2]), params["layers"]
+    match parts[3:]:
+        case [*_, module, "weight"] if "norm" in module:
+            after = "mlp_post_norm" in leaves
+            names = {
+                "input_layernorm": "attn_norm",
+                "post_attention_layernorm": "attn_post_norm" if after else "mlp_norm",
+                "pre_feedforward_layernorm": "mlp_norm",
+                "post_feedforward_layernorm": "mlp_post_norm",
+            }
+            return leaves[names.get(module, module)][layer]
+        case ["mlp", "gate", "weight"]:
+            return leaves["router"]["kernel"][layer].T
+        case ["mlp", "experts", "gate_up_proj"]:
+            experts = leaves["experts"]
+            return np.concatenate([experts["gate"][layer], experts["up"][layer]], -1).swapaxes(1, 2)
+        case ["mlp", "experts", "down_proj"]:
+            return leaves["experts"]["down"][layer].swapaxes(1, 2)
+        case [_, "qkv_proj" | "gate_up_proj" as module, "weight"]:
+            fused = "qkv" if module == "qkv_proj" else ("gate", "up")
+            return np.concatenate([leaves[part]["kernel"][layer] for part in fused], 1).T
+        case [_, module, kind]:
+            leaf = leaves[module.removesuffix("_proj")]
+            return leaf["kernel"][layer].T if kind == "weight" else leaf["bias"][layer]
+    raise ValueError(name)
 
 
-@pytest.mark.parametrize(
-    "name", ["gemma2", "gemma3", "head_dim", "mistral_window", "olmo2", "phi3", "qwen2", "smollm3", "yarn"]
-)
+@pytest.mark.parametrize("name", CACHED)
 def test_prefill_and_decode_equal_the_full_forward(name: str) -> None:
     """The prompt once, then token by token in the rows that share it, gives the logits of the whole sequence."""
     case = load(name)

@@ -20,6 +20,16 @@ ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
 
 
 @dataclasses.dataclass(frozen=True)
+class MoeConfig:
+    """A mixture of experts in place of the MLP of every layer."""
+
+    num_experts: int
+    per_token: int
+    width: int  # of each expert
+    normalized: bool  # whether the weights of the chosen experts sum to 1
+
+
+@dataclasses.dataclass(frozen=True)
 class TransformerConfig:
     """Settings of the one transformer; the declaration and the forward pass read them, families.py fills them in."""
 
@@ -47,6 +57,7 @@ class TransformerConfig:
     pre_norms: bool = True  # attention and MLP see the normalized stream
     post_norms: bool = False  # what they give is normalized before it is added to the stream
     qk_norm: str = "none"  # none | head: queries and keys are normalized over each head | width: over all heads
+    moe: MoeConfig | None = None
     # Of each layer, where layers differ; () means the same for all.
     windows: tuple[int, ...] = ()  # how many positions back a token sees, itself included; 0: all
     layer_ropes: tuple[RopeConfig | None, ...] = ()  # in place of `rope`; None: no rotation

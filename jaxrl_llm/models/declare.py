@@ -49,10 +49,22 @@ def declare(config: TransformerConfig, dtype: Any, value_head: bool) -> dict[str
         "k": dense(width, kv_width, ("embed", "kv_heads"), config.qkv_bias),
         "v": dense(width, kv_width, ("embed", "kv_heads"), config.qkv_bias),
         "o": dense(q_width, width, ("heads", "embed"), config.output_bias),
-        "gate": dense(width, config.mlp_width, ("embed", "mlp"), config.mlp_bias),
-        "up": dense(width, config.mlp_width, ("embed", "mlp"), config.mlp_bias),
-        "down": dense(config.mlp_width, width, ("mlp", "embed"), config.mlp_bias),
     }
+    if config.moe is None:
+        layer |= {
+            "gate": dense(width, config.mlp_width, ("embed", "mlp"), config.mlp_bias),
+            "up": dense(width, config.mlp_width, ("embed", "mlp"), config.mlp_bias),
+            "down": dense(config.mlp_width, width, ("mlp", "embed"), config.mlp_bias),
+        }
+    else:
+        # Cut by expert, not within one: a mesh axis can cut an array but once.
+        lead, inner, axes = (layers, config.moe.num_experts), config.moe.width, ("layers", "expert")
+        into = Param((*lead, width, inner), dtype, (*axes, "embed", None), _normal(0.02))
+        out_of = Param((*lead, inner, width), dtype, (*axes, None, "embed"), _normal(0.02))
+        layer["router"] = {
+            "kernel": Param((layers, width, lead[1]), dtype, ("layers", "embed", None), _normal(0.02)),
+        }
+        layer["experts"] = {"gate": into, "up": into, "down": out_of}
     if config.pre_norms:
         layer |= {"attn_norm": norm(layers, width), "mlp_norm": norm(layers, width)}
     if config.post_norms:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from jaxrl_llm.errors import UserError
-from jaxrl_llm.models.architecture import TransformerConfig
+from jaxrl_llm.models.architecture import MoeConfig, TransformerConfig
 from jaxrl_llm.models.hf_config import (
     HFConfig,
     activation,
@@ -88,7 +88,15 @@ FUSED = (
     _kernel("o", "self_attn.o"),
     _kernel("down", "mlp.down"),
 )
-BARE = (*TOP, *(_kernel(*item) for item in (QKV | OUTPUT | MLP).items()))
+ATTENTION = tuple(_kernel(*item) for item in (QKV | OUTPUT).items())
+BARE = (*TOP, *ATTENTION, *(_kernel(*item) for item in MLP.items()))
+EXPERTS = (
+    Weight("layers/router/kernel", "model.layers.{layer}.mlp.gate.weight", transposed=True),
+    *(
+        Weight(f"layers/experts/{name}", f"model.layers.{{layer}}.mlp.experts.{{expert}}.{name}_proj.weight", True)
+        for name in MLP
+    ),
+)
 PLAIN = (*BARE, *PRE_NORMS)
 
 
@@ -109,7 +117,7 @@ def _decoder(hf: HFConfig, *, theta: float = 10_000.0, **settings: Any) -> Trans
         "num_heads": heads,
         "num_kv_heads": kv_heads,
         "head_dim": head_dim,
-        "mlp_width": count(hf, "intermediate_size"),
+        "mlp_width": settings.get("mlp_width") or count(hf, "intermediate_size"),
         "max_positions": count(hf, "max_position_embeddings", default=2048),
         "rope": settings["rope"] if "rope" in settings else read_rope(hf, theta),
         "norm_eps": number({"rms_norm_eps": 1e-6, **hf}, "rms_norm_eps", ""),
@@ -141,6 +149,29 @@ def _qwen2(hf: HFConfig) -> TransformerConfig:
 def _qwen3(hf: HFConfig) -> TransformerConfig:
     hf = {"max_position_embeddings": 32_768, "num_key_value_heads": 32, "head_dim": 128, **hf}
     return _decoder(hf, **_biases(hf), qk_norm="head", windows=_qwen_windows(hf))
+
+
+def _qwen3_moe(hf: HFConfig) -> TransformerConfig:
+    hf = {"max_position_embeddings": 32_768, "num_key_value_heads": 4, "sliding_window": 4096, **hf}
+    if hf.get("mlp_only_layers") or count(hf, "decoder_sparse_step", default=1) != 1:
+        raise UserError(
+            "config.json: mlp_only_layers and decoder_sparse_step: layers without experts among layers with them are "
+            "not supported; valid: [] and 1"
+        )
+    if not flag(hf, "use_sliding_window"):
+        hf["sliding_window"] = None
+    experts, chosen = count(hf, "num_experts", default=128), count(hf, "num_experts_per_tok", default=8)
+    if chosen > experts:
+        raise UserError(f"config.json: num_experts_per_tok {chosen} is more than num_experts {experts}")
+    width = count(hf, "moe_intermediate_size", default=768)
+    return _decoder(
+        hf,
+        **_biases(hf),
+        qk_norm="head",
+        windows=read_windows(hf, sliding=lambda layer: True),
+        mlp_width=width,
+        moe=MoeConfig(experts, chosen, width, normalized=flag(hf, "norm_topk_prob")),
+    )
 
 
 def _qwen_windows(hf: HFConfig) -> tuple[int, ...]:
@@ -255,6 +286,7 @@ FAMILIES: dict[str, Family] = {
     "phi3": Family(_phi3, (*TOP, *FUSED, *PRE_NORMS)),
     "qwen2": Family(_qwen2, (*PLAIN, *QKV_BIASES)),
     "qwen3": Family(_qwen3, (*PLAIN, *ATTENTION_BIASES, *QK_NORMS)),
+    "qwen3_moe": Family(_qwen3_moe, (*TOP, *PRE_NORMS, *QK_NORMS, *ATTENTION, *ATTENTION_BIASES, *EXPERTS)),
     "smollm3": Family(_smollm3, (*PLAIN, *ATTENTION_BIASES, *MLP_BIASES)),
 }
 

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from jaxrl_llm.models.architecture import ACTIVATIONS, LayerKind, TransformerConfig, layer_kinds, stack_kinds
 from jaxrl_llm.models.attention import attend, attend_blocks, attend_cached
 from jaxrl_llm.models.declare import declare, init_params, stack_layers, unstack_layers
+from jaxrl_llm.models.moe import moe
 from jaxrl_llm.models.rope import RopeConfig, rope_tables, rotate
 from jaxrl_llm.types import Array, KVCache, Model, Params
 
@@ -141,8 +142,13 @@ def _block(
     mixed, carried = attention(q, k, heads("v", config.num_kv_heads), **how)
     x = x + norm(_dense(mixed.reshape(batch, length, -1), layer["o"]), "attn_post_norm")
     normed = norm(x, "mlp_norm")
-    gate = ACTIVATIONS[config.activation](_dense(normed, layer["gate"]))
-    x = x + norm(_dense(gate * _dense(normed, layer["up"]), layer["down"]), "mlp_post_norm")
+    activation = ACTIVATIONS[config.activation]
+    if config.moe is None:
+        gate = activation(_dense(normed, layer["gate"]))
+        mixed = _dense(gate * _dense(normed, layer["up"]), layer["down"])
+    else:
+        mixed = moe(config.moe, activation, constrain, layer["experts"], normed, _dense(normed, layer["router"]))
+    x = x + norm(mixed, "mlp_post_norm")
     return constrain(x, ("batch", None, None)), carried
 
 
