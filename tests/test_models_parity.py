@@ -17,19 +17,13 @@ from jaxrl_llm.models.families import transformer_config
 from jaxrl_llm.models.hf import load_params, read_config
 from jaxrl_llm.models.transformer import RopeConfig, make_transformer, unstack_layers
 from jaxrl_llm.types import Array, Model, Params
+from tests.tiny import quick_jit as jit
 
 FIXTURES = Path(__file__).parent / "fixtures" / "models"
 CASES = sorted(path.name for path in FIXTURES.iterdir())
 UNSTACKED = ["bias", "gemma2", "gemma3", "qwen2", "qwen3_moe", "smollm3"]  # those whose layers differ, and one other
 CACHED = ["gemma2", "gemma3", "head_dim", "mistral_window", "olmo2", "phi3", "qwen2", "qwen3_moe", "smollm3", "yarn"]
 TOLERANCE = 1e-5  # of the largest entry, in float32
-
-
-# The programs are those of any compilation; only their translation into machine code is the one that takes least time.
-OPTIONS: dict[str, Any] = {"xla_backend_optimization_level": 0}
-if jax.__version_info__ < (0, 11):
-    OPTIONS["xla_cpu_use_fusion_emitters"] = False
-jit = functools.partial(jax.jit, compiler_options=OPTIONS)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,6 +110,18 @@ def test_gradients_equal_torch(name: str) -> None:
     assert len(tensors) >= 6
     for tensor in tensors:
         assert_close(by_torch_name(gradients, tensor), expected[f"grad/{tensor}"], tensor)
+
+
+@pytest.mark.parametrize("name", ["gemma2", "untied"])
+def test_rows_of_the_embedding_that_the_tokenizer_does_not_know_have_no_probability(name: str) -> None:
+    case = load(name)
+    config = dataclasses.replace(transformer_config(read_config(FIXTURES / name)), real_vocab_size=90)
+    hidden = jax.random.normal(jax.random.key(0), (2, 3, 32))
+    known, padded = (make.heads["logits"](case.params, hidden) for make in (case.model, make_transformer(config)))
+    np.testing.assert_array_equal(padded[..., :90], known[..., :90])
+    assert (padded[..., 90:] == -jnp.inf).all()
+    gradient = jax.grad(lambda p: make_transformer(config).heads["logits"](p, hidden)[..., 5].sum())(case.params)
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(gradient))
 
 
 @pytest.mark.parametrize("name", UNSTACKED)

@@ -34,9 +34,10 @@ def moe(
 
     p = softmax(router_logits) in at least float32; if `config.normalized`, divided by its sum over the chosen experts.
 
-    What it costs: `all_experts` computes every expert for every token, `num_experts / per_token` times what is needed;
-    `grouped_experts` computes what is needed and at most a block for each expert more, for a copy of the weights of
-    each block. The one with less work is taken, by shapes alone; both give the same but for rounding.
+    What it costs: `all_experts` computes every expert for every token, `num_experts / per_token` times what is needed.
+    `grouped_experts` computes about twice what is needed at most, and hardly more than it where an expert has hundreds
+    of tokens; but it copies an expert's weights for each of its blocks, two or three an expert where tokens are fewer.
+    Which one is taken depends on shapes alone; both give the same but for rounding.
 
     Args:
       experts: gate, up [E, D, F], down [E, F, D].

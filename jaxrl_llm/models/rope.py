@@ -80,13 +80,16 @@ def rope_tables(ropes: Sequence[RopeConfig | None], head_dim: int, positions: Ar
 
     None does not turn at all: its angles are 0, and a rotation by them returns its input bit for bit.
     """
-    tables = []
-    for rope in ropes:
+
+    def table(rope: RopeConfig | None) -> tuple[Array, Array]:
         frequencies = (rope_frequencies(rope, head_dim) if rope else np.zeros(head_dim // 2)).astype(dtype)
         angles = positions[:, :, None, None].astype(dtype) * frequencies[None, None, None, :]
-        table = jnp.cos(angles), jnp.sin(angles)
-        scaled = rope is not None and rope.attention_factor != 1
-        tables.append(tuple(rope.attention_factor * x for x in table) if scaled else table)
+        cos, sin = jnp.cos(angles), jnp.sin(angles)
+        if rope is None or rope.attention_factor == 1:
+            return cos, sin
+        return rope.attention_factor * cos, rope.attention_factor * sin
+
+    tables = [table(rope) for rope in ropes]
     if len(tables) == 1:
         return tables[0]
     cos, sin = zip(*tables, strict=True)
