@@ -120,6 +120,10 @@ def test_old_and_new_spellings_of_rope(found: dict[str, Any], expected: RopeConf
         ),
         ({"model_type": "gemma3"}, ["model_type 'gemma3'", "gemma3_text"]),
         ({"model_type": "mistral", "sliding_window": 0}, ["sliding_window", "positive", "0"]),
+        (
+            {"model_type": "mistral", "layer_types": ["full_attention"] * 2, "num_key_value_heads": 4},
+            ["layer_types is not supported of model_type 'mistral'"],
+        ),
         ({"model_type": "phi3", "rope_scaling": YARN}, ["'yarn' is not supported of phi3", "default, longrope"]),
         ({"model_type": "phi3", "partial_rotary_factor": 1.5}, ["partial_rotary_factor", "1.5"]),
         (

@@ -1,6 +1,7 @@
 """Families of models: how each reads its Hugging Face config.json, and what its tensors are called.
 
-A new family is one function and, where its tensors bear other names, one table.
+A family is one function, which says in what it differs from a plain decoder, and one table of names. docs/models.md
+lists families, differences and what is refused.
 """
 
 from __future__ import annotations
@@ -100,7 +101,7 @@ EXPERTS = (
 PLAIN = (*BARE, *PRE_NORMS)
 
 
-def _decoder(hf: HFConfig, *, theta: float = 10_000.0, **settings: Any) -> TransformerConfig:
+def _decoder(hf: HFConfig, **settings: Any) -> TransformerConfig:
     """What all families read alike, and `settings` beside it or in its place."""
     width, heads = count(hf, "hidden_size"), count(hf, "num_attention_heads")
     kv_heads = count(hf, "num_key_value_heads", default=heads)
@@ -119,10 +120,10 @@ def _decoder(hf: HFConfig, *, theta: float = 10_000.0, **settings: Any) -> Trans
         "head_dim": head_dim,
         "mlp_width": settings.get("mlp_width") or count(hf, "intermediate_size"),
         "max_positions": count(hf, "max_position_embeddings", default=2048),
-        "rope": settings["rope"] if "rope" in settings else read_rope(hf, theta),
+        "rope": settings["rope"] if "rope" in settings else read_rope(hf, 10_000.0),
         "norm_eps": number({"rms_norm_eps": 1e-6, **hf}, "rms_norm_eps", ""),
         "tie_embeddings": flag(hf, "tie_word_embeddings"),
-        "activation": activation(hf),
+        "activation": settings.get("activation") or activation(hf),
     }
     return TransformerConfig(**read | settings)
 
@@ -138,7 +139,7 @@ def _llama(hf: HFConfig) -> TransformerConfig:
 
 def _mistral(hf: HFConfig) -> TransformerConfig:
     hf = {"max_position_embeddings": 131_072, "num_key_value_heads": 8, "sliding_window": 4096, **hf}
-    return _decoder(hf, windows=read_windows(hf, sliding=lambda layer: True))
+    return _decoder(hf, windows=read_windows(hf))
 
 
 def _qwen2(hf: HFConfig) -> TransformerConfig:
@@ -168,7 +169,7 @@ def _qwen3_moe(hf: HFConfig) -> TransformerConfig:
         hf,
         **_biases(hf),
         qk_norm="head",
-        windows=read_windows(hf, sliding=lambda layer: True),
+        windows=read_windows(hf),
         mlp_width=width,
         moe=MoeConfig(experts, chosen, width, normalized=flag(hf, "norm_topk_prob")),
     )
@@ -260,7 +261,7 @@ def _olmo2(hf: HFConfig) -> TransformerConfig:
 def _phi3(hf: HFConfig) -> TransformerConfig:
     hf = {"rms_norm_eps": 1e-5, "max_position_embeddings": 4096, **hf}
     rope = read_phi3_rope(hf)
-    config = _decoder(hf, rope=rope, windows=read_windows(hf, sliding=lambda layer: True))
+    config = _decoder(hf, rope=rope, windows=read_windows(hf))
     turning = int(config.head_dim * rope.fraction)
     if turning % 2:
         raise UserError(

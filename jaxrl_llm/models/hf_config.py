@@ -61,13 +61,16 @@ def optional_number(hf: HFConfig, key: str) -> float | None:
     return None if hf.get(key) is None else number(hf, key)
 
 
-def read_windows(hf: HFConfig, *, sliding: Callable[[int], bool]) -> tuple[int, ...]:
-    """Of each layer, 0 for all; () if no layer has one. `layer_types` decides, where it is missing `sliding(layer)`."""
+def read_windows(hf: HFConfig, *, sliding: Callable[[int], bool] | None = None) -> tuple[int, ...]:
+    """Of each layer, 0 for all; () if no layer has one. `layer_types` decides, where it is missing `sliding(layer)`;
+    without `sliding` all layers have the window and the family knows no `layer_types`."""
     layers, types = count(hf, "num_hidden_layers"), read_layer_types(hf)
+    if types and sliding is None:
+        raise UserError(f"config.json: layer_types is not supported of model_type {hf['model_type']!r}")
     window = None if hf.get("sliding_window") is None else count(hf, "sliding_window")
     if types and window is None and "sliding_attention" in types:
         raise UserError("config.json: layer_types has 'sliding_attention', but no sliding_window is in use")
-    slides = [kind == "sliding_attention" for kind in types] or [sliding(i) for i in range(layers)]
+    slides = [kind == "sliding_attention" for kind in types] or [not sliding or sliding(i) for i in range(layers)]
     return tuple(window if s else 0 for s in slides) if window is not None and any(slides) else ()
 
 
