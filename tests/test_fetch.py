@@ -18,7 +18,7 @@ from jaxrl_llm.models import hf
 from jaxrl_llm.models.families import transformer_config
 from jaxrl_llm.models.transformer import make_transformer
 
-TIED = Path(__file__).parent / "fixtures" / "llama" / "tied"  # 4 heads and 2 key-value heads of 8
+TIED = Path(__file__).parent / "fixtures" / "models" / "tied"  # 4 heads and 2 key-value heads of 8
 TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "Ġ", *"0123456789abcdefgh", "ab", "abc"]
 
 
