@@ -45,14 +45,18 @@ Place = Callable[[str, np.ndarray], Any]
 
 
 def find_folder(folder_or_id: str | Path) -> Path:
-    """The folder itself, or a snapshot of the hub's model of that id.
+    """The folder itself, one that stands for a GGUF file, or a snapshot of the hub's model of that id.
 
     Raises:
-      UserError: no such folder, and the hub does not have it or cannot be reached.
+      UserError: no such folder, and the hub does not have it or cannot be reached; or a GGUF file that cannot be read.
     """
     folder = Path(folder_or_id).expanduser()
     if folder.is_dir():
         return folder
+    if folder.suffix == ".gguf":
+        from jaxrl_llm.models import gguf  # which is built on this file
+
+        return gguf.as_folder(folder)
     name = str(folder_or_id)
     if name.count("/") != 1 or name.startswith((".", "~", "/")):  # cannot be a hub id
         raise UserError(f"{name}: no such folder")
@@ -127,7 +131,9 @@ def load_params(folder: Path, declaration: Params, *, place: Place | None = None
     place = place or (lambda path, array: array)
     declared = _flatten(declaration)
     weights = {w.path: w for w in find_family(read_config(folder)).weights}
-    files = TensorFolder(folder)
+    from jaxrl_llm.models import gguf
+
+    files = gguf.tensors_of(folder) or TensorFolder(folder)
     _check_tensors(files, declared, weights)
     fresh_key = jax.random.key(0) if key is None else key
     loaded = {}
