@@ -49,7 +49,7 @@ def get_config() -> Any:
 
 def _model() -> dict:
     return {
-        "path": "",  # Hugging Face folder or hub id of the actor; must be given
+        "path": "",  # of the actor: Hugging Face folder, hub id or GGUF file; must be given
         "fresh": False,  # True: random parameters in the shape of the folder's config.json; its weights are not read
         "dtype": "float32",  # of the computation: float32 | bfloat16 (logits, softmax and log-probs are always float32)
         "param_dtype": "float32",  # of the parameters and the optimizer's moments: float32 | bfloat16

@@ -13,16 +13,14 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from jaxrl_llm.checkpoint import Checkpoints
-from jaxrl_llm.config import to_json
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.export import export
-from jaxrl_llm.loading import load_inputs, make_layout, make_models, policy_params
 from jaxrl_llm.models import gguf, hf
 from jaxrl_llm.models.families import transformer_config
 from jaxrl_llm.models.transformer import RopeConfig, make_transformer, rope_frequencies
 from jaxrl_llm.tokenizer import load_tokenizer
 from tests import gguf_files, tiny_folder
+from tests.tiny_runs import checkpointed
 
 gguf_package = pytest.importorskip("gguf")
 FIXTURES = Path(__file__).parent / "fixtures" / "llama"
@@ -110,19 +108,13 @@ def test_a_run_of_a_gguf_file_exports_an_ordinary_folder(tmp_path: Path) -> None
     config = tiny_folder.config(
         model__path=str(path), rollout__prompt_length=12, data__chat_template=False, data__eval=(), eval__interval=0
     )
-    inputs, layout = load_inputs(config), make_layout(config)
-    model, _ = make_models(config, inputs, layout)
-    params, _ = policy_params(config, model, layout, inputs.folder)
-    run = tmp_path / "run"
-    run.mkdir()
-    (run / "config.json").write_text(to_json(config))
-    Checkpoints(run / "checkpoints").save(3, {"actor": {"params": params}}, {})
-    assert export(run, tmp_path / "out") == 3
+    checkpointed(tmp_path / "run", config)
+    assert export(tmp_path / "run", tmp_path / "out") == 1
     names = {"config.json", "model.safetensors", "generation_config.json"}
     names |= {"tokenizer.json", "tokenizer_config.json", "chat_template.jinja"}
     assert {file.name for file in (tmp_path / "out").iterdir()} == names
     assert jax.tree.all(jax.tree.map(same, params_of(tmp_path / "out"), params_of(FIXTURES / "tied")))
-    exported, original = load_tokenizer(tmp_path / "out"), load_tokenizer(inputs.folder)
+    exported, original = load_tokenizer(tmp_path / "out"), load_tokenizer(hf.find_folder(path))
     assert exported.get_vocab() == original.get_vocab() and exported.chat_template == gguf_files.TEMPLATE
 
 

@@ -197,17 +197,19 @@ def save_params(
     *,
     source: Path | None = None,
     generation: Mapping[str, Any] | None = None,
+    dtype: str | None = None,
     shard_bytes: int = SHARD_BYTES,
 ) -> None:
-    """Writes a Hugging Face folder: weights in the parameters' dtype, config.json, generation_config.json, tokenizer.
+    """Writes a Hugging Face folder: weights, config.json, generation_config.json, tokenizer.
 
     The folder appears whole or not at all. A value head is left out.
 
     Args:
       params: the tree that `load_params` gives; leaves are fetched from their devices one at a time.
-      config: the config.json of the model; its dtype is set to the parameters'.
+      config: the config.json of the model; its dtype is set to the weights'.
       source: folder whose tokenizer files and generation_config.json are copied.
       generation: contents of generation_config.json, in place of the source's.
+      dtype: of the written weights, such as "bfloat16"; None is the parameters' own.
 
     Raises:
       UserError: `folder` exists and is not empty, or the parameters are not what `config` describes.
@@ -215,12 +217,12 @@ def save_params(
     weights = {w.path: w for w in find_family(config).weights}
     leaves = {path: leaf for path, leaf in _flatten(params).items() if not _in_value_head(path)}
     _check_params(leaves, _flatten(make_transformer(transformer_config(config)).declare()))
-    dtype = np.dtype(leaves["embed"].dtype).name
+    written = np.dtype(dtype or leaves["embed"].dtype)
     # torch_dtype is the name that transformers used before version 5.
     spellings = [k for k in ("dtype", "torch_dtype") if k in config] or ["dtype"]
     with new_folder(Path(folder)) as new:
-        write_tensors(new, _tensors(leaves, weights), shard_bytes=shard_bytes)
-        write_json(new / CONFIG, {**config, **dict.fromkeys(spellings, dtype)})
+        write_tensors(new, _tensors(leaves, weights, written if dtype else None), shard_bytes=shard_bytes)
+        write_json(new / CONFIG, {**config, **dict.fromkeys(spellings, written.name)})
         if source is not None:
             copy_files(source, new, (*TOKENIZER_FILES, GENERATION))
         if generation is not None:
@@ -237,9 +239,11 @@ def _check_params(leaves: Mapping[str, Any], declared: Mapping[str, Param]) -> N
             raise UserError(f"parameter {path}: {CONFIG} asks for shape {param.shape}, found {leaves[path].shape}")
 
 
-def _tensors(leaves: Mapping[str, Any], weights: Mapping[str, Weight]) -> Iterator[tuple[str, np.ndarray]]:
+def _tensors(
+    leaves: Mapping[str, Any], weights: Mapping[str, Weight], dtype: np.dtype | None
+) -> Iterator[tuple[str, np.ndarray]]:
     for path, leaf in leaves.items():
-        weight, array = weights[path], np.asarray(leaf)
+        weight, array = weights[path], np.asarray(leaf, dtype)
         for i, row in enumerate(array if "{layer}" in weight.name else array[None]):
             yield weight.name.format(layer=i), row.T if weight.transposed else row
 
