@@ -144,6 +144,10 @@ class Run:
         if self.step >= config.critic.warmup_steps:
             with timer("update_actor") as wait:
                 updated["actor"] = wait(self._train("actor", phases.update_actor, batch, number))
+        if phases.update_reference and _due(self.step + 1, config.reference.sync_steps):
+            with timer("update_reference") as wait:
+                moved = phases.update_reference(state.reference, self._state.actor.params, np.int32(self.step + 1))
+                self._state = self._state.replace(reference=wait(moved))
         self.step, self._cursor = self.step + 1, given.cursor
         done = jax.device_put(np.int32(self.step), self._layout.replicated)
         self._state = self._state.replace(kl_coef=kl_coef, step=done)

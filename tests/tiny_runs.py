@@ -38,6 +38,8 @@ PPO = {
     "actor__loss_agg_mode": "seq-mean-token-mean",
     "critic__mini_batch_size": 2,
     "critic__epochs": 2,
+    "reference__sync_steps": 3,
+    "reference__sync_alpha": 0.25,
 }
 QUIET = {"data__eval": (), "eval__interval": 0, "trainer__save_interval": 0}
 COMPILED = "/jax/core/compile/backend_compile_duration"
