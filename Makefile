@@ -20,8 +20,11 @@ $(VENV)/installed: pyproject.toml requirements.txt
 	@command -v $(PYTHON) >/dev/null || { echo "missing: $(PYTHON) (3.11, 3.12 or 3.13; another one: make PYTHON=...)"; exit 1; }
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "missing: Python 3.11 or later; $(PYTHON) is older (another one: make PYTHON=...)"; exit 1; }
 	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { echo "missing: the venv module of $(PYTHON) (Debian, Ubuntu: apt-get install python3-venv)"; exit 1; }
-	$(PYTHON) -m venv $(VENV)
-	$(VENV)/bin/pip install --quiet --disable-pip-version-check --requirement requirements.txt --editable '.[test]'
+	@echo "installing into $(VENV): a minute or two, 1.5 GB, once"
+	@$(PYTHON) -m venv $(VENV)
+	@# compat: a path, not a finder, or Python started above the checkout would take the checkout for the package.
+	@$(VENV)/bin/pip install --quiet --disable-pip-version-check --config-settings editable_mode=compat \
+		--requirement requirements.txt --editable '.[test]'
 	touch $@
 
 test: setup

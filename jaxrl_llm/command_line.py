@@ -9,7 +9,7 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -17,7 +17,7 @@ from ml_collections import ConfigDict
 
 from jaxrl_llm.config import FOLLOWS, Config, from_config_dict, unresolve
 from jaxrl_llm.config_values import hint_of, parse
-from jaxrl_llm.errors import RunAborted, StorageError, UserError, nearest
+from jaxrl_llm.errors import UserError, nearest
 
 
 def load_config(path: str | Path, overrides: Mapping[str, Any] | Iterable[str] = ()) -> Config:
@@ -63,7 +63,9 @@ class _Parser(argparse.ArgumentParser):
         raise UserError(f"{message}\n{self.format_usage().strip()}")
 
 
-def make_parser(prog: str, description: str, *, workdir: bool = True) -> argparse.ArgumentParser:
+def make_parser(
+    prog: str, description: str, *, workdir: bool = True, config_required: bool = True
+) -> argparse.ArgumentParser:
     """A parser that knows --config and, for a command that writes a run, --workdir; a command adds its own flags before
     `parse_args`."""
     parser = _Parser(
@@ -72,7 +74,8 @@ def make_parser(prog: str, description: str, *, workdir: bool = True) -> argpars
         epilog="Any knob of configs/base.py can be set by --config.section.key=value.",
         allow_abbrev=False,
     )
-    parser.add_argument("--config", required=True, metavar="FILE", help="a recipe (.py) or a run's config.json")
+    about = "a recipe (.py) or a run's config.json"
+    parser.add_argument("--config", required=config_required, metavar="FILE", help=about)
     if workdir:
         parser.add_argument("--workdir", metavar="DIR", help="the run's folder (default: runs/NAME-TIME)")
     return parser
@@ -153,28 +156,3 @@ def _make_importable(path: Path) -> None:
     for place in [*own, str(Path(__file__).resolve().parents[1])]:
         if place not in sys.path:
             sys.path.append(place)
-
-
-INTERRUPTED = 130  # the exit code of a program that Ctrl-C ended
-
-
-def exit_code(body: Callable[[], None]) -> int:
-    """Runs a command's body: 0 done, 2 user error, 3 numeric or reward abort, 4 storage, 130 interrupted (DESIGN 8)."""
-    try:
-        body()
-    except (UserError, RunAborted, StorageError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return INTERRUPTED
-    return 0
-
-
-def leave(code: int) -> None:
-    """Ends the process. After an interruption at once: threads that still compile can crash an orderly end."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    if code == INTERRUPTED:
-        os._exit(code)
-    sys.exit(code)

@@ -107,8 +107,9 @@ def compile_step(
 
         return compiled(name, sample, update_weights.out, prompts, program.stops, SCALAR, out_shardings=rows)
 
-    def reward_of(batch: Batch, greedy: Batch | None) -> Compiled:
-        return compile_reward(layout, batch, greedy, weights=weights, jax_rewards=jax_rewards, report=report)
+    def reward_of(name: str, batch: Batch, greedy: Batch | None) -> Compiled:
+        given = {"weights": weights, "jax_rewards": jax_rewards, "report": report}
+        return compile_reward(layout, batch, greedy, name=name, **given)
 
     def score(name: str, fn: Callable[..., Batch] | None, params: Any, batch: Batch) -> tuple[Compiled | None, Batch]:
         if fn is None:
@@ -123,8 +124,8 @@ def compile_step(
     update_weights = compiled("update_weights", program.update_weights, state.actor.params)
     gen = sampler("gen", program.gen, GEN)
     gen_max = sampler("gen_max", program.gen_max, GEN_MAX) if program.gen_max else None
-    reward_max = reward_of(gen_max.out, None) if gen_max else None
-    reward = reward_of(gen.out, reward_max.out if reward_max else None)
+    reward_max = reward_of("reward of gen_max", gen_max.out, None) if gen_max else None
+    reward = reward_of("reward", gen.out, reward_max.out if reward_max else None)
     batch = reward.out
     old_log_prob, batch = score("old_log_prob", program.old_log_prob, state.actor.params, batch)
     ref, batch = score("ref", program.ref, state.reference, batch)
@@ -190,6 +191,7 @@ def compile_reward(
     weights: tuple[float, ...],
     jax_rewards: Mapping[int, JaxReward],
     report: Report,
+    name: str = "reward",
 ) -> Compiled:
     """(batch, scores float32 [B, K], row_valid bool [B], greedy) -> batch: `write_scores` for batches like these."""
     rows = batch.num_rows
@@ -199,7 +201,7 @@ def compile_reward(
     def reward(batch: Batch, scores: Array, row_valid: Array, greedy: Batch | None) -> Batch:
         return write_scores(batch, scores, row_valid, weights=weights, jax_rewards=jax_rewards, greedy=greedy)
 
-    return Compiled("reward", reward, batch, scores, valid, greedy, report=report, out_shardings=layout.rows)
+    return Compiled(name, reward, batch, scores, valid, greedy, report=report, out_shardings=layout.rows)
 
 
 def compile_sampler(

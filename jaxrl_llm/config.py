@@ -262,10 +262,13 @@ def from_config_dict(raw: ConfigDict | Mapping[str, Any]) -> Config:
     resolved, derived = _resolve(plain)
     problems: dict[str, str] = {}  # key -> what is wrong with it
     config = build(Config, resolved, problems)
-    problems = {key: text for key, text in problems.items() if derived.get(key) not in problems}
+    broken = {key for key in FOLLOWS if not isinstance(plain.get(FOLLOWS[key][1].split(".")[0], {}), Mapping)}
+    problems = {k: text for k, text in problems.items() if derived.get(k) not in problems and k not in broken}
     for key in unknown_keys(Config, plain):
         problems[key] = f"no such key; {suggest(Config, key)}"
     values, suspect = flatten(config), {*problems, *(key for key, source in derived.items() if source in problems)}
+    # Of a section that is none the keys are stand-ins.
+    suspect |= {key for key in values if any(key.startswith(f"{problem}.") for problem in problems)}
     lines = [f"config.{key}: {text}" for key, text in problems.items()]
     lines += [
         f"{', '.join(f'config.{key} = {values[key]!r}' for key in rule.keys)}: {rule.text}"

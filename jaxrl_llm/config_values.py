@@ -53,7 +53,7 @@ def build(cls: Any, plain: Any, problems: dict[str, str], prefix: str = "") -> A
     """A `cls` from nested dicts. What is wrong goes to `problems`, by key, and a stand-in of its type comes in."""
     if not isinstance(plain, Mapping):
         problems[prefix.rstrip(".")] = f"expected a section with keys, found {plain!r}"
-        plain = {}
+        return build(cls, {}, {}, prefix)  # that its keys are missing goes without saying
     values = {}
     for name, hint in typing.get_type_hints(cls, include_extras=True).items():
         key = prefix + name

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import grain
 import numpy as np
 
-from jaxrl_llm.errors import UserError, nearest
+from jaxrl_llm.errors import UserError, naming, nearest
 from jaxrl_llm.sources import Record, open_source
 from jaxrl_llm.tokenizer import Chat, control_token_in, render_prompt
 from jaxrl_llm.types import Prompts
@@ -55,6 +55,7 @@ class PromptData:
       source_kwargs: see `sources.open_source`.
       record_arrays: name -> what of each record becomes an array, int32, float32 or bool [G, …], for JAX rewards.
       limit: only so many records of each source, the first ones; 0: all.
+      config_key: what an error about a source calls the place where it was named.
 
     Raises:
       UserError: naming the record's place for whatever is wrong with it.
@@ -79,6 +80,7 @@ class PromptData:
         source_kwargs: Mapping[str, Any] | None = None,
         record_arrays: Mapping[str, RecordArray] | None = None,
         limit: int = 0,
+        config_key: str = "data",
     ) -> None:
         several = isinstance(sources, Sequence) and bool(sources) and not isinstance(sources[0], Mapping)
         specs = list(sources) if several and not isinstance(sources, str) else [sources]
@@ -89,7 +91,10 @@ class PromptData:
                 raise UserError(
                     f"data.{key} spells {token!r}, which would be plain text; only a chat template writes it"
                 )
-        self._sources = [open_source(spec, source_kwargs) for spec in specs]
+        self._sources = []
+        for spec in specs:
+            with naming(config_key):
+                self._sources.append(open_source(spec, source_kwargs))
         self._prompt_of = functools.partial(prompt_of, prompt_key=prompt_key, prompt_template=prompt_template)
         self._prompt_length, self._response_length = prompt_length, response_length
         pad = tokenizer.pad_token_id
@@ -111,6 +116,8 @@ class PromptData:
         self._ids = [self._at(place, tokenize) for place in self._places]
         self.dropped = self._drop_too_long(too_long)  # prompts left out because they are too long
         self.longest = max(map(len, self._ids), default=0)  # tokens of the longest prompt that is left
+        unknown = tokenizer.unk_token_id
+        self.with_unknown = sum(unknown in ids for ids in self._ids) if isinstance(unknown, int) else 0
         self.largest_id = max((int(ids.max()) for ids in self._ids), default=0)
         self._record_arrays = {name: self._extract(name, get) for name, get in (record_arrays or {}).items()}
         counts = [sum(s == source for s, _ in self._places) for source in range(len(specs))]
@@ -128,6 +135,11 @@ class PromptData:
     def records(self) -> Iterator[Record]:
         """Every record once, in the sources' order."""
         return map(self._record, self._places)
+
+    def first(self) -> tuple[str, Record]:
+        """The first prompt, as rewards see it, and its record."""
+        record = self._record(self._places[0])
+        return prompt_text(self._prompt_of(record)), record
 
     def batch(self, cursor: int, num_prompts: int) -> PromptBatch:
         """The prompts at positions cursor … cursor + num_prompts - 1 of the run; their uids are these positions."""
@@ -258,7 +270,8 @@ def format_prompt(template: str, record: Record) -> str:
     def value(match: re.Match[str]) -> str:
         if match[0] in ("{{", "}}"):
             return match[0][0]
-        found = field(record, match[1])
+        with naming(f"data.prompt_template: {match[0]}"):
+            found = field(record, match[1])
         if not isinstance(found, str | int | float):
             raise UserError(f"data.prompt_template: {match[0]} is a {type(found).__name__}, expected text or a number")
         return str(found)
@@ -270,9 +283,12 @@ def prompt_of(record: Record, prompt_key: str = "prompt", prompt_template: str =
     """A record's prompt, as text or as chat messages."""
     if prompt_template:
         return format_prompt(prompt_template, record)
-    prompt = field(record, prompt_key)
+    with naming("data.prompt_key"):
+        prompt = field(record, prompt_key)
     if not isinstance(prompt, str | Sequence):
-        raise UserError(f"field {prompt_key!r}: a prompt is a string or a list of messages, found {prompt!r:.40}")
+        raise UserError(
+            f"data.prompt_key {prompt_key!r}: a prompt is a string or a list of messages, found {prompt!r:.40}"
+        )
     return prompt
 
 

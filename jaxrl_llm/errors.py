@@ -1,9 +1,12 @@
-"""What can go wrong, by exit code (DESIGN 8), and the nearest valid name for an error's text."""
+"""What can go wrong, by exit code (DESIGN 8), how a command ends, and the nearest valid name for an error's text."""
 
 from __future__ import annotations
 
+import contextlib
 import difflib
-from collections.abc import Iterable
+import os
+import sys
+from collections.abc import Callable, Iterable, Iterator
 
 
 class UserError(Exception):
@@ -24,6 +27,15 @@ class StorageError(Exception):
     exit_code = 4
 
 
+@contextlib.contextmanager
+def naming(what: str) -> Iterator[None]:
+    """Puts what was wrong, a config key say, in front of a user error's text."""
+    try:
+        yield
+    except UserError as error:
+        raise UserError(f"{what}: {error}") from error
+
+
 def nearest(name: str, valid: Iterable[str]) -> str:
     """A clause that names the nearest valid name, or all of them if none is near.
 
@@ -35,3 +47,28 @@ def nearest(name: str, valid: Iterable[str]) -> str:
     valid = sorted(valid)
     close = difflib.get_close_matches(name, valid, n=1, cutoff=0.6)
     return f"did you mean {close[0]!r}?" if close else f"valid: {', '.join(valid)}"
+
+
+INTERRUPTED = 130  # the exit code of a program that Ctrl-C ended
+
+
+def exit_code(body: Callable[[], None]) -> int:
+    """Runs a command's body: 0 done, 2 user error, 3 numeric or reward abort, 4 storage, 130 interrupted (DESIGN 8)."""
+    try:
+        body()
+    except (UserError, RunAborted, StorageError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return INTERRUPTED
+    return 0
+
+
+def leave(code: int) -> None:
+    """Ends the process. After an interruption at once: threads that still compile can crash an orderly end."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if code == INTERRUPTED:
+        os._exit(code)
+    sys.exit(code)

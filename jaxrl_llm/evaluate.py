@@ -16,23 +16,26 @@ import numpy as np
 
 from jaxrl_llm.command_line import make_parser, parse_args, run_config
 from jaxrl_llm.config import Config
-from jaxrl_llm.errors import RunAborted, StorageError, UserError
+from jaxrl_llm.errors import UserError, exit_code, leave
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The exit code: 0 done, 2 user error, 4 storage."""
-    argv = list(sys.argv[1:] if argv is None else argv)
-    try:
-        parser = make_parser("evaluate", "Held-out accuracy, greedy and sampled, with a 95% interval.", workdir=False)
+    """The exit code, see `errors.exit_code`."""
+    given = list(sys.argv[1:] if argv is None else argv)
+
+    def body() -> None:
+        about = "Held-out accuracy, greedy and sampled, with a 95% interval. Needs --config, or --run, or both."
+        parser = make_parser("evaluate", about, workdir=False, config_required=False)
         parser.add_argument(
             "--run", metavar="DIR", help="a run's folder: its newest checkpoint, and its config if none is given"
         )
         parser.add_argument("--samples", type=int, default=4, help="sampled responses per prompt; 0 for greedy alone")
         parser.add_argument("--output", metavar="FILE", help="write every response and score to this JSONL file")
-        known, _ = parser.parse_known_args([*argv, "--config="])
-        if known.run and not any(a.startswith("--config") and not a.startswith("--config.") for a in argv):
-            argv = ["--config", str(run_config(known.run)), *argv]
-        config, args = parse_args(parser, argv)
+        known, _ = parser.parse_known_args(given)
+        if not known.config and not known.run:
+            raise UserError("nothing to evaluate: give --config FILE (the model it names), or --run DIR (a run)")
+        of_run = [] if known.config else ["--config", str(run_config(known.run))]
+        config, args = parse_args(parser, [*of_run, *given])
         if not config.data.eval:
             raise UserError("config.data.eval: must be given: a source of held-out prompts")
         if args.samples < 0:
@@ -40,16 +43,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.output and not Path(args.output).absolute().parent.is_dir():
             raise UserError(f"--output={args.output}: there is no folder {str(Path(args.output).parent)!r}")
         results = evaluate(config, run=args.run, samples=args.samples)
-    except (UserError, RunAborted, StorageError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
-    for name, rows in results.items():
-        print(summary(name, rows) + by_source(rows))
-    if args.output:
-        rows = [{"mode": name, **row} for name, found in results.items() for row in found]
-        lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-        Path(args.output).write_text(lines, encoding="utf-8")
-    return 0
+        for name, rows in results.items():
+            print(summary(name, rows) + by_source(rows))
+        if args.output:
+            rows = [{"mode": name, **row} for name, found in results.items() for row in found]
+            lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+            Path(args.output).write_text(lines, encoding="utf-8")
+
+    return exit_code(body)
 
 
 def evaluate(config: Config, *, run: str | None = None, samples: int = 4) -> dict[str, list[dict[str, Any]]]:
@@ -113,4 +114,4 @@ def by_source(rows: Sequence[dict[str, Any]]) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

@@ -133,7 +133,7 @@ def make_evaluator(
         stop=config.rollout.stop,
         stops=program.stops,
         sample=sample,
-        reward=compile_reward(layout, sample.out, **rewards, report=report),
+        reward=compile_reward(layout, sample.out, **rewards, report=report, name=f"reward of {name}"),
         batch_size=config.eval.batch_size,
     )
 
@@ -142,7 +142,8 @@ def evaluation_metrics(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     """Mean score by data source, verl's names: `val-core/SOURCE/reward/mean@n`, and per function where there are
     several; its 95% interval from `val-aux/SOURCE/reward/low95` to `high95`.
 
-    A failed reward counts as 0: held-out accuracy is not allowed to rise because answers crash the scorer.
+    A failed reward counts as 0 (held-out accuracy is not allowed to rise because answers crash the scorer), and is
+    counted in `val-aux/SOURCE/failed_ratio`.
 
     >>> rows = [{"uid": 1, "data_source": "sums", "score": 1.0, "scores": {"number": 1.0}, "extras": {}, "length": 3,
     ...          "finish_reason": "stop"}]

@@ -19,13 +19,13 @@ import numpy as np
 
 from jaxrl_llm.command_line import load_config
 from jaxrl_llm.config import Config, from_config_dict
-from jaxrl_llm.errors import StorageError, UserError
+from jaxrl_llm.errors import UserError, exit_code, leave
 from jaxrl_llm.loading import load_inputs, make_layout, make_models, policy_params, stop_rules
 from jaxrl_llm.models import hf
 from jaxrl_llm.models.families import transformer_config
 from jaxrl_llm.steps.rollout import append, decode, row_keys, start_decoding
 from jaxrl_llm.steps.sampling import Sampling
-from jaxrl_llm.tokenizer import load_tokenizer, render_prompt, response_text
+from jaxrl_llm.tokenizer import load_tokenizer, render_prompt, response_text, unknown_in
 from jaxrl_llm.types import FINISH_LENGTH, FINISH_STOP, DecodeState
 
 DEFAULT_NEW_TOKENS = 256
@@ -95,6 +95,9 @@ def generate(
         )
         for prompt in prompts
     ]
+    for prompt in prompts:
+        if unknown := unknown_in(tokenizer, prompt):
+            report(f"notice: the model's tokenizer has no token for {', '.join(map(repr, unknown))} in {prompt!r:.60}")
     width = max(map(len, ids))
     positions = transformer_config(hf.read_config(hf.find_folder(config.model.path))).max_positions
     if max_new_tokens is None:
@@ -149,7 +152,7 @@ def generate(
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The exit code: 0 done, 2 user error, 4 storage."""
+    """The exit code, see `errors.exit_code`."""
     parser = argparse.ArgumentParser(prog="python -m jaxrl_llm.generate", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("prompts", nargs="*", metavar="PROMPT")
     parser.add_argument("--model", required=True, help="a run's folder, a Hugging Face folder, a GGUF file or a hub id")
@@ -166,7 +169,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--chat", action=argparse.BooleanOptionalAction, help="through the chat template (default: if there is one)"
     )
     args = parser.parse_args(sys.argv[1:] if argv is None else list(argv))
-    try:
+
+    def body() -> None:
         prompts = [*args.prompts, *_lines(args.file)]
         if not prompts:
             raise UserError("no prompt: give one or several, or --file FILE")
@@ -174,22 +178,19 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise UserError(f"--samples={args.samples}, --max-new-tokens={args.max_new_tokens}: both at least 1")
         if args.temperature < 0 or not 0 < args.top_p <= 1 or args.top_k < 0:
             raise UserError("--temperature and --top-k must be at least 0, --top-p in (0, 1]")
-        sampling = Sampling(temperature=args.temperature, top_p=args.top_p, top_k=args.top_k)
         so_far = generate(
             args.model,
             prompts,
             samples=args.samples,
             max_new_tokens=args.max_new_tokens,
-            sampling=sampling,
+            sampling=Sampling(temperature=args.temperature, top_p=args.top_p, top_k=args.top_k),
             seed=args.seed,
             chat=args.chat,
             report=lambda text: print(text, file=sys.stderr, flush=True),
         )
         _show(prompts, args.samples, so_far)
-    except (UserError, StorageError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
-    return 0
+
+    return exit_code(body)
 
 
 def _lines(path: Path | None) -> list[str]:
@@ -224,4 +225,4 @@ def _show(prompts: Sequence[str], samples: int, so_far: Iterator[list[tuple[str,
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

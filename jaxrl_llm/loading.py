@@ -15,7 +15,7 @@ import numpy as np
 from jaxrl_llm.checkpoint import Checkpoints
 from jaxrl_llm.config import Config, Rollout, check_devices, need_critic, need_reference
 from jaxrl_llm.data import PromptData
-from jaxrl_llm.errors import UserError
+from jaxrl_llm.errors import UserError, naming
 from jaxrl_llm.models import hf
 from jaxrl_llm.models.families import transformer_config
 from jaxrl_llm.models.transformer import init_params, make_transformer
@@ -48,11 +48,12 @@ def load_inputs(config: Config, *, train: bool = True) -> Inputs:
     Raises:
       UserError: whatever is wrong with one of them.
     """
-    folder = hf.find_folder(config.model.path)
+    with naming("config.model.path"):
+        folder = hf.find_folder(config.model.path)
     tokenizer = load_tokenizer(folder)
     rewards = make_rewards(config.reward.functions, config.reward.weights, config.reward.data_sources)
 
-    def prompts(sources: Sequence[str], limit: int = 0) -> PromptData:
+    def prompts(key: str, sources: Sequence[str], limit: int = 0) -> PromptData:
         data = config.data
         found = PromptData(
             sources,
@@ -71,16 +72,18 @@ def load_inputs(config: Config, *, train: bool = True) -> Inputs:
             source_kwargs=data.source_kwargs,
             record_arrays=rewards.record_arrays,
             limit=limit,
+            config_key=f"config.{key}",
         )
         rewards.check(found.records)
+        rewards.try_out(*found.first())
         return found
 
     return Inputs(
         folder=folder,
         tokenizer=tokenizer,
         rewards=rewards,
-        train=prompts(config.data.train) if train else None,
-        held_out=prompts(config.data.eval, config.eval.max_prompts) if config.data.eval else None,
+        train=prompts("data.train", config.data.train) if train else None,
+        held_out=prompts("data.eval", config.data.eval, config.eval.max_prompts) if config.data.eval else None,
     )
 
 
@@ -135,10 +138,10 @@ def make_models(config: Config, inputs: Inputs, layout: Layout) -> tuple[Model, 
             constrain=layout.constrain,
         )
 
-    if need_critic(config) and config.critic.path:
-        _check_vocabulary(_folder(config.critic.path, inputs), inputs)
-    if need_reference(config) and config.reference.path:
-        _check_vocabulary(hf.find_folder(config.reference.path), inputs)
+    for role, needed in (("critic", need_critic(config)), ("reference", need_reference(config))):
+        if needed and (path := getattr(config, role).path):
+            with naming(f"config.{role}.path"):
+                _check_vocabulary(hf.find_folder(path), inputs)
     critic = model(_folder(config.critic.path, inputs), True) if need_critic(config) else None
     return model(inputs.folder, False), critic
 

@@ -260,12 +260,16 @@ def variance_proxy(metrics: Mapping[str, Any], xp: Any = jnp) -> dict[str, Any]:
 # What a phase's cost is divided by: the tokens it writes, or all that it reads.
 _PER_RESPONSE_TOKEN = ("gen",)
 _PER_TOKEN = ("old_log_prob", "ref", "values", "adv", "update_critic", "update_actor")
+_NOT_TRAINING = ("testing", "save_checkpoint")
 
 
 def timing_metrics(
     timing: Mapping[str, float], *, total_tokens: int, response_tokens: int, n_devices: int
 ) -> dict[str, float]:
-    """Seconds per phase, milliseconds per token, and tokens per second and device of the whole step.
+    """Seconds per phase, milliseconds per token, and what a step of training takes and gets done.
+
+    `perf/time_per_step` is the step without `testing` and `save_checkpoint`, which few steps have: so steps compare.
+    `perf/throughput` is tokens per second of that and per device.
 
     Args:
       timing: seconds by phase; `step` is the whole.
@@ -282,8 +286,9 @@ def timing_metrics(
             if phase in timing and tokens:
                 metrics[f"timing_per_token_ms/{phase}"] = 1000 * timing[phase] / tokens
     if "step" in timing:
-        metrics["perf/time_per_step"] = timing["step"]
-        metrics["perf/throughput"] = total_tokens / (timing["step"] * n_devices) if timing["step"] else 0.0
+        seconds = timing["step"] - sum(timing.get(phase, 0.0) for phase in _NOT_TRAINING)
+        metrics["perf/time_per_step"] = seconds
+        metrics["perf/throughput"] = total_tokens / (seconds * n_devices) if seconds > 0 else 0.0
     return metrics
 
 

@@ -50,9 +50,11 @@ class Meter(NamedTuple):
     label: str
     names: tuple[str, ...]
     form: str
+    if_not_zero: bool = False  # a 0 means that there is nothing to measure
 
     def value(self, metrics: Mapping[str, float]) -> float | None:
-        return next((metrics[name] for name in self.names if _finite(metrics.get(name))), None)
+        value = next((metrics[name] for name in self.names if _finite(metrics.get(name))), None)
+        return None if value == 0 and self.if_not_zero else value
 
     def text(self, value: float) -> str:
         """`value` in the meter's form, or in powers of ten where that would only leave zeros."""
@@ -64,7 +66,7 @@ METERS = (
     Meter("reward", ("critic/score/mean",), "{:.3f}"),
     Meter("loss", ("train/loss",), "{:.4f}"),
     Meter("kl(ref)", ("actor/kl_loss", "actor/reward_kl_penalty"), "{:.4f}"),
-    Meter("kl", ("actor/ppo_kl",), "{:.4f}"),
+    Meter("kl", ("actor/ppo_kl",), "{:.4f}", if_not_zero=True),  # with one update a batch the policy is the old one
     Meter("entropy", ("actor/entropy",), "{:.3f}"),
     Meter("length", ("response_length/mean",), "{:.1f}"),
     Meter("truncated", ("response/truncated_ratio",), "{:.1%}"),
@@ -76,10 +78,10 @@ ONLY_LIVE = ("grad norm", "explained")  # left out of plain lines
 
 
 def headline(metrics: Mapping[str, float]) -> list[tuple[str, str]]:
-    """The few numbers worth a glance at every step, as (label, text); evaluations last.
+    """The few numbers worth a glance at every step, as (label, text).
 
-    >>> headline({"critic/score/mean": 0.25, "response_length/mean": 12.0, "val-core/sums/reward/mean@1": 0.5})
-    [('reward', '0.250'), ('length', '12.0'), ('val-core/sums/reward/mean@1', '0.500')]
+    >>> headline({"critic/score/mean": 0.25, "response_length/mean": 12.0})
+    [('reward', '0.250'), ('length', '12.0')]
     """
     line = []
     for meter in METERS:
@@ -90,8 +92,37 @@ def headline(metrics: Mapping[str, float]) -> list[tuple[str, str]]:
         line.append(("rewards failed", f"{failed:.0%}"))
     if speed := tokens_per_second(metrics):
         line.append(("tokens/s", f"{speed:,.0f}"))
-    core = [(key, value) for key, value in metrics.items() if key.startswith("val-core/") and _finite(value)]
-    return line + [(key, f"{value:.3f}") for key, value in core]
+    return line
+
+
+class HeldOut(NamedTuple):
+    """A held-out score: of which source, and its 95% interval and the share of failed rewards in words."""
+
+    source: str
+    mean: float
+    text: str
+
+
+def held_out_scores(metrics: Mapping[str, float]) -> list[HeldOut]:
+    """What a step's evaluation found, by source.
+
+    >>> held_out_scores({"val-core/sums/reward/mean@1": 0.5, "val-aux/sums/failed_ratio": 0.25})[0].text
+    '0.500 (the reward failed on 25%, which count as 0)'
+    """
+    found = []
+    for name, mean in metrics.items():
+        if not (match := re.fullmatch(r"val-core/(.+)/reward/mean@\d+", name)) or not _finite(mean):
+            continue
+        low, high = (metrics.get(f"val-aux/{match[1]}/reward/{side}95") for side in ("low", "high"))
+        text = f"{mean:.3f}" + (f" [{low:.3f}, {high:.3f}]" if low is not None and high is not None else "")
+        if failed := metrics.get(f"val-aux/{match[1]}/failed_ratio"):
+            text += f" (the reward failed on {failed:.0%}, which count as 0)"
+        found.append(HeldOut(match[1], mean, text))
+    return found
+
+
+def _held_out_line(scores: Sequence[HeldOut]) -> str:
+    return "held out " + ", ".join(f"{score.source} {score.text}" for score in scores)
 
 
 def tokens_per_second(metrics: Mapping[str, float]) -> float:
@@ -133,8 +164,11 @@ class TimeLeft:
     def __init__(self, total_steps: int):
         self._total_steps, self._seconds, self._seen = total_steps, deque[float](maxlen=RECENT), 0
 
-    def after(self, step: int, seconds: float) -> str:
-        """The time left after `step`, which took `seconds`; empty before there is anything to judge by."""
+    def after(self, step: int, metrics: Mapping[str, float]) -> str:
+        """The time left after `step`, of these metrics; empty before there is anything to judge by."""
+        seconds = metrics.get("timing_s/step", metrics.get("perf/time_per_step"))
+        if seconds is None:
+            return ""
         self._seen += 1
         if self._seen > 1:
             self._seconds.append(seconds)
@@ -168,11 +202,12 @@ class PlainDisplay:
         self._print(f"run {name}: {total_steps} steps")
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
-        left = self._time_left.after(step, metrics["perf/time_per_step"]) if "perf/time_per_step" in metrics else ""
-        numbers = headline(metrics)
-        evaluated = any(label.startswith("val") for label, _ in numbers)
+        left, numbers = self._time_left.after(step, metrics), headline(metrics)
+        evaluated = held_out_scores(metrics)
         if step % self._log_interval == 0 or step == self._total_steps or evaluated:
-            parts = [f"{label} {text}" for label, text in numbers] + ([f"left {left}"] if left else [])
+            parts = [f"{label} {text}" for label, text in numbers]
+            parts += [_held_out_line(evaluated)] if evaluated else []
+            parts += [f"left {left}"] if left else []
             self._print(f"step {step:>{len(str(self._total_steps))}}/{self._total_steps}  " + "  ".join(parts))
 
     def note(self, text: str) -> None:
@@ -205,8 +240,8 @@ class RichDisplay:
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         self._board.step(step, metrics)
-        if evaluated := [f"{label} {text}" for label, text in headline(metrics) if label.startswith("val")]:
-            self.note(f"step {step}  " + "  ".join(evaluated))
+        if evaluated := held_out_scores(metrics):
+            self.note(f"step {step}  {_held_out_line(evaluated)}")
 
     def note(self, text: str) -> None:
         console = self._live.console
@@ -246,17 +281,14 @@ class Board:
         self._drawn: tuple[int, list[RenderableType]] | None = None  # for a width
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
-        left = self._time_left.after(step, metrics["perf/time_per_step"]) if "perf/time_per_step" in metrics else ""
+        left = self._time_left.after(step, metrics)
         self._progress.update(self._task, completed=step, left=f"{left} left" if left else "")
         for meter in METERS:
             if (value := meter.value(metrics)) is not None:
                 self._courses.setdefault(meter.label, []).append(value)
         self._speed = tokens_per_second(metrics) or self._speed
-        for name, mean in metrics.items():
-            if (match := re.fullmatch(r"val-core/(.+)/reward/mean@\d+", name)) and _finite(mean):
-                low, high = (metrics.get(f"val-aux/{match[1]}/reward/{side}95") for side in ("low", "high"))
-                known = f" [{low:.3f}, {high:.3f}]" if low is not None and high is not None else ""
-                self._scores.setdefault(match[1], []).append((step, f"{mean:.3f}{known}", mean))
+        for score in held_out_scores(metrics):
+            self._scores.setdefault(score.source, []).append((step, score.text, score.mean))
         phases = {name.removeprefix("timing_s/"): x for name, x in metrics.items() if name.startswith("timing_s/")}
         if phases.pop("step", None):
             self._phases.append(phases)
@@ -365,7 +397,10 @@ def samples_table(step: int, rows: Sequence[Mapping[str, Any]], console: Console
 
 def _sample_numbers(row: Mapping[str, Any]) -> list[tuple[str, str]]:
     forms = {"score": "{:.2f}", "advantage": "{:+.2f}", "length": "{:d}"}
-    found = [(name, form.format(row[name])) for name, form in forms.items() if row.get(name) is not None]
+    if row.get("valid") is False:
+        row = {**row, "score": None, "advantage": None}
+    failed = [("score", "failed")] if row.get("valid") is False else []
+    found = failed + [(name, form.format(row[name])) for name, form in forms.items() if row.get(name) is not None]
     return found + ([("end", str(row["finish_reason"]))] if row.get("finish_reason") else [])
 
 

@@ -18,12 +18,12 @@ import math
 import re
 import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from jaxrl_llm.config import unresolve
-from jaxrl_llm.errors import StorageError, UserError
+from jaxrl_llm.errors import StorageError, UserError, exit_code
 from jaxrl_llm.report_charts import CHARTS, PHASES
 from jaxrl_llm.run_files import read_jsonl, replace_file, storage
 
@@ -135,7 +135,7 @@ def held_out(metrics: Sequence[Mapping[str, Any]]) -> list[Row]:
             aux = f"val-aux/{match[1]}"
             score = Score(line["step"], mean, *(line.get(f"{aux}/reward/{side}95") for side in ("low", "high")))
             row = found.setdefault(name, {"source": match[1], "n": int(match[2]), "first": score})
-            row |= {"last": score, "problems": line.get(f"{aux}/problems")}
+            row |= {"last": score, "problems": line.get(f"{aux}/problems"), "failed": line.get(f"{aux}/failed_ratio")}
     for row in found.values():
         scores = list(dict.fromkeys((row["first"], row["last"])))
         ends = [x for score in scores for x in score[1:] if x is not None]
@@ -149,7 +149,8 @@ def held_out(metrics: Sequence[Mapping[str, Any]]) -> list[Row]:
 def _tiles(metrics: Sequence[Row], phases: Sequence[Row], last: int, total: int) -> list[Row]:
     """The headline's numbers: label, text, and a remark below."""
     steps = [line for line in metrics if line.get("perf/time_per_step")]
-    seconds = sum(line["perf/time_per_step"] for line in steps)
+    training = sum(line["perf/time_per_step"] for line in steps)
+    seconds = sum(line.get("timing_s/step") or line["perf/time_per_step"] for line in steps)
     tokens = sum(line.get("perf/total_num_tokens") or 0 for line in steps)
     amount = f"{tokens:,.0f}" if tokens < 1e6 else f"{tokens / 1e6:,.1f} M"
     tiles = [{"label": "steps", "text": f"{last:,} of {total:,}", "remark": f"{amount} tokens"}]
@@ -159,13 +160,16 @@ def _tiles(metrics: Sequence[Row], phases: Sequence[Row], last: int, total: int)
             few = max(1, min(20, len(values) // 5))
             before, after = sum(values[:few]) / few, sum(values[-few:]) / few
             remark = f"mean of the first and the last {few} steps" if few > 1 else "first and last step"
+            failed = [line.get("reward/failed_ratio") or 0.0 for line in metrics if line.get(name) is not None]
+            if label == "reward" and any(failed):
+                remark += f"; failed on {sum(failed) / len(failed):.1%} of the responses"
             tiles.append({"label": label, "text": f"{before:.3f} → {after:.3f}", "remark": remark})
-    if seconds:
+    if training:
         most = max(phases, key=lambda phase: phase["seconds"], default=None)
         remark = f"{most['share']:.0%} of it {most['name']}" if most else ""
         tiles.append({"label": "time in steps", "text": duration(seconds), "remark": remark})
-        remark = f"{seconds / len(steps):.3g} s a step"
-        tiles.append({"label": "throughput", "text": f"{tokens / seconds:,.0f} tokens/s", "remark": remark})
+        remark = f"{training / len(steps):.3g} s a step, without evaluation"
+        tiles.append({"label": "throughput", "text": f"{tokens / training:,.0f} tokens/s", "remark": remark})
     return tiles
 
 
@@ -182,6 +186,14 @@ def duration(seconds: float) -> str:
     )
 
 
+def seconds_text(seconds: float) -> str:
+    """
+    >>> seconds_text(0.0504), seconds_text(7.26), seconds_text(187)
+    ('50 ms', '7.3 s', '3 min 07 s')
+    """
+    return f"{1000 * seconds:.0f} ms" if seconds < 0.9995 else duration(seconds)
+
+
 # Curves
 
 
@@ -194,7 +206,8 @@ def _curves(metrics: Sequence[Row]) -> tuple[Row, list[Row]]:
     size = math.ceil(len(trained) / POINTS) or 1
     parts = [trained[i : i + size] for i in range(0, len(trained), size)]
     phases = _phases(trained)
-    charts = _charts(names)
+    moving = {name for name in names if any(line.get(name) for line in metrics)}  # some value is not 0
+    charts = _charts(names, moving)
     drawn = {series["name"] for chart in charts for series in chart["series"]}
     data: Row = {
         "x": [part[-1]["step"] for part in parts],
@@ -227,8 +240,12 @@ def _sparse(metrics: Sequence[Row], name: str) -> list[list[Any]]:
     return [list(column) for column in zip(*points, strict=True)]
 
 
-def _charts(names: Sequence[str]) -> list[Row]:
-    """The charts that there are curves for, with the names of their metrics filled in."""
+def _charts(names: Sequence[str], moving: Collection[str]) -> list[Row]:
+    """The charts that there are curves for, with the names of their metrics filled in.
+
+    Args:
+      moving: the metrics that are not 0 throughout.
+    """
     found = []
     for chart in CHARTS:
         series = []
@@ -240,7 +257,8 @@ def _charts(names: Sequence[str]) -> list[Row]:
                         aux = name.replace("val-core/", "val-aux/").rpartition("/")[0]
                         one |= {"low": f"{aux}/low95", "high": f"{aux}/high95"} if f"{aux}/low95" in names else {}
                     series.append(one)
-        if len(series) >= chart.at_least:
+        seen = not chart.if_not_zero or any(one["name"] in moving for one in series)
+        if len(series) >= chart.at_least and seen:
             kept = {"section": chart.section, "title": chart.title, "about": chart.about, "form": chart.form}
             found.append(kept | {"series": series})
     return found
@@ -376,23 +394,19 @@ def _template() -> Any:
         autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
     environment.filters["number"] = lambda x: f"{x:.3f}"
+    environment.filters["seconds"] = seconds_text
     return environment.from_string(_package_text("page.html"))
 
 
 def main(argv: Iterable[str] | None = None) -> int:
-    """The exit code: 0 done, 2 user error, 4 storage."""
+    """The exit code, see `errors.exit_code`."""
     parser = argparse.ArgumentParser(
         prog="python -m jaxrl_llm.report", description="Writes report.html of a run, finished or not."
     )
     parser.add_argument("run", metavar="RUN", help="the run's folder")
     parser.add_argument("--output", metavar="FILE", help="where to write it (default: RUN/report.html)")
     args = parser.parse_args(None if argv is None else list(argv))
-    try:
-        print(write_report(args.run, args.output))
-    except (UserError, StorageError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
-    return 0
+    return exit_code(lambda: print(write_report(args.run, args.output)))
 
 
 if __name__ == "__main__":

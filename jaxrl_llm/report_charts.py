@@ -20,6 +20,7 @@ class Chart(NamedTuple):
     series: tuple[tuple[str, str], ...]  # (regular expression of a metric's name, label)
     form: Literal["number", "share"] = "number"
     at_least: int = 1
+    if_not_zero: bool = False  # 0 throughout means that there is nothing to see (one update a batch: old = new)
 
 
 CHARTS = (
@@ -30,9 +31,17 @@ CHARTS = (
     Chart(
         "Learning",
         "Prompts without a signal",
-        "share of prompts whose responses all score the same",
+        "prompts whose responses all score the same",
         (("frac_reward_zero_std", "share"),),
         "share",
+    ),
+    Chart(
+        "Learning",
+        "Failed rewards",
+        "share of responses whose reward failed; they teach nothing",
+        (("reward/failed_ratio", "failed"),),
+        "share",
+        if_not_zero=True,
     ),
     Chart(
         "Policy",
@@ -40,7 +49,13 @@ CHARTS = (
         "nats per token",
         (("actor/kl_loss", "in the loss"), ("actor/reward_kl_penalty", "in the reward")),
     ),
-    Chart("Policy", "KL of the update", "old policy to new, nats per token", (("actor/ppo_kl", "ppo_kl"),)),
+    Chart(
+        "Policy",
+        "KL of the update",
+        "old policy to new, nats per token",
+        (("actor/ppo_kl", "ppo_kl"),),
+        if_not_zero=True,
+    ),
     Chart("Policy", "Entropy", "nats per token", (("actor/entropy", "entropy"),)),
     Chart(
         "Policy",
@@ -48,6 +63,7 @@ CHARTS = (
         "share whose ratio the loss clips",
         (("actor/pg_clipfrac", "clipped"), ("actor/pg_clipfrac_lower", "dual clip")),
         "share",
+        if_not_zero=True,
     ),
     Chart(
         "Policy",

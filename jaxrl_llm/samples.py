@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import codecs
 import functools
+import math
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -43,6 +44,7 @@ def rollout_rows(batch: Batch, given: PromptBatch, texts: Sequence[str], scored:
     host: Batch = jax.device_get(batch)
     rows = []
     for row, text in enumerate(texts):
+        token_scores = host.token_level_scores
         length, prompt = int(host.response_length[row]), row // host.n
         valid = bool(host.row_valid[row]) if host.row_valid is not None else True
         scores = np.zeros(0) if host.scores is None else np.asarray(host.scores[row])
@@ -51,7 +53,7 @@ def rollout_rows(batch: Batch, given: PromptBatch, texts: Sequence[str], scored:
             "prompt": given.texts[prompt],
             "response": text,
             "valid": valid,
-            "score": float(np.sum(host.token_level_scores[row])) if host.token_level_scores is not None else None,
+            "score": float(np.sum(token_scores[row])) if valid and token_scores is not None else None,
             "scores": scores,
             "extras": scored.extras[row],
             "finish_reason": "stop" if host.finish_reason[row] == FINISH_STOP else "length",
@@ -68,13 +70,14 @@ def rollout_rows(batch: Batch, given: PromptBatch, texts: Sequence[str], scored:
 
 
 def sample_rows(rows: Sequence[dict[str, Any]], count: int, tokenizer: PreTrainedTokenizerFast) -> list[dict[str, Any]]:
-    """A few rows to look at, from best to worst score, each with its tokens as texts and what a report shows of them.
+    """A few rows to look at, best score first and failed ones last, with what a report shows of their tokens.
 
-    `tokens`, and beside each token its number in `advantages`, `log_probs` (old_log_probs, or the sampler's where no
-    pass made them) and `ref_log_prob` where there is a reference; tool output, which is not the policy's, has its place
-    in `not_own`. Of a very long response the middle is missing: `tokens_left_out` says after how many, and how many.
+    `tokens` are texts, and beside each token stands its number in `advantages`, `log_probs` (old_log_probs, or the
+    sampler's where no pass made them) and `ref_log_prob` where there is a reference; tool output, which is not the
+    policy's, has its place in `not_own`. Of a very long response the middle is missing: `tokens_left_out` says after
+    how many, and how many.
     """
-    ranked = sorted(rows, key=lambda row: -(row["score"] or 0.0))
+    ranked = sorted(rows, key=lambda row: -row["score"] if row["score"] is not None else math.inf)
     picked = [ranked[i] for i in np.unique(np.linspace(0, len(ranked) - 1, count).round().astype(int))]
     left_out = {*PER_TOKEN, "prompt_ids", "scores"}
     return [

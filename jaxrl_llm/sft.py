@@ -16,11 +16,11 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from jaxrl_llm.command_line import exit_code, leave, make_parser, parse_args
+from jaxrl_llm.command_line import make_parser, parse_args
 from jaxrl_llm.compiled import Compiled, CompiledTraining, compile_training
 from jaxrl_llm.config import Config
 from jaxrl_llm.data import PromptBatch, field
-from jaxrl_llm.errors import UserError
+from jaxrl_llm.errors import UserError, exit_code, leave, naming
 from jaxrl_llm.models import hf
 from jaxrl_llm.sharding import abstract_like
 from jaxrl_llm.steps.phases import Program, make_sft
@@ -61,9 +61,11 @@ class SftRun(Run):
         rows, width = len(given.records), self.config.rollout.response_length
         responses, mask = np.zeros((rows, width), np.int32), np.zeros((rows, width), np.bool_)
         for row, record in enumerate(given.records):
-            text = field(record, self.config.data.response_key)
+            with naming("data.response_key"):
+                text = field(record, self.config.data.response_key)
             if not isinstance(text, str):
-                raise UserError(f"field {self.config.data.response_key!r}: a response is a string, found {text!r:.40}")
+                key = self.config.data.response_key
+                raise UserError(f"data.response_key {key!r}: a response is a string, found {text!r:.40}")
             ids = encode_response(self._inputs.tokenizer, text, self._eos_id)[:width]
             responses[row, : len(ids)], mask[row, : len(ids)] = ids, True
         length = mask.sum(1, dtype=np.int32)
@@ -113,7 +115,7 @@ def sft(config: Config, workdir: str | Path | None = None) -> SftRun:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The exit code, see `command_line.exit_code`."""
+    """The exit code, see `errors.exit_code`."""
 
     def body() -> None:
         parser = make_parser("sft", "Fine-tunes a language model on given responses.")

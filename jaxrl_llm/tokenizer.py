@@ -64,6 +64,18 @@ class _Control(NamedTuple):
     bos: list[int]  # what the tokenizer puts before plain text: its BOS, or nothing
 
 
+def unknown_in(tokenizer: PreTrainedTokenizerFast, text: str) -> list[str]:
+    """The characters of a text that the tokenizer has no token for, and reads as its unknown token.
+
+    Empty for a tokenizer that knows every byte, as most do.
+    """
+    unknown = tokenizer.unk_token_id
+    if unknown is None:
+        return []
+    ids = tokenizer(sorted(set(text)), add_special_tokens=False)["input_ids"] if text else []
+    return [char for char, found in zip(sorted(set(text)), ids, strict=True) if unknown in found]
+
+
 def render_prompt(
     tokenizer: PreTrainedTokenizerFast,
     prompt: str | Chat,

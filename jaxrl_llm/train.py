@@ -9,11 +9,12 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from jaxrl_llm.command_line import exit_code, leave, make_parser, parse_args
+from jaxrl_llm.command_line import make_parser, parse_args
+from jaxrl_llm.errors import exit_code, leave
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The exit code, see `command_line.exit_code`."""
+    """The exit code, see `errors.exit_code`."""
 
     def body() -> None:
         parser = make_parser("train", "Trains a language model by PPO or GRPO.")

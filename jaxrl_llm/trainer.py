@@ -74,6 +74,8 @@ class Run:
         check_loggers(config)
         self.config = config
         self._workdir = None if workdir is None else Path(workdir)
+        if self._workdir and self._workdir.exists() and not self._workdir.is_dir():
+            raise UserError(f"--workdir {workdir}: is a file; expected a folder, or nothing yet")
         self._inputs = load_inputs(config)
         assert self._inputs.train is not None
         self._data = self._inputs.train
@@ -99,7 +101,10 @@ class Run:
             self._note(line)
         self._timers = Timers()
         try:
-            self._compile()
+            if self.step < self.total_steps:
+                self._compile()
+            else:
+                self._note(f"nothing is left to do: step {self.step} of {self.total_steps} is done (trainer.steps)")
         except BaseException as error:
             self.close(error)
             raise
@@ -357,6 +362,12 @@ class Run:
         def size(data: PromptData) -> str:
             return f"{len(data)}" + (f" ({data.dropped} more dropped as too long)" if data.dropped else "")
 
+        for data in (self._data, self._inputs.held_out):
+            if data and data.with_unknown:
+                self._note(
+                    f"notice: {data.with_unknown} of {len(data)} prompts hold characters that the tokenizer has no "
+                    "token for; the model sees its unknown token in their place"
+                )
         held_out = f", {size(self._inputs.held_out)} held out" if self._inputs.held_out else ""
         self._note(f"{size(self._data)} prompts of at most {self._data.longest} tokens{held_out}")
 

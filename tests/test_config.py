@@ -162,6 +162,10 @@ def test_overrides_as_values(recipe: Path):
         ("data.weights=(1, 2)", "one weight per source"),
         ("mesh.fsdp=-1", "at most one axis"),
         ("mesh.fsdp=0", "must be at least 1, or -1"),
+        (
+            "rollout=None",
+            "has 1 error(s):\n  config.rollout: expected a section with keys, found 'None'",
+        ),
         ("model.dtype=bf16", "must be one of float32, bfloat16; found 'bf16'"),
     ],
 )

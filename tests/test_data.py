@@ -177,7 +177,7 @@ def test_a_template_fills_in_fields():
     records = [{"a": 3, "b": "{4}", "c": {"d": 0.5}}]
     data = make(records, prompt_template=r"{a}+{b}, {c.d}: \boxed{} {{a}}")
     assert data.batch(0, 1).texts == [r"3+{4}, 0.5: \boxed{} {a}"]
-    fails(r"record \[0\]: no field 'questoin' in the record \(found: question\); did you mean 'question'",
+    fails(r"record \[0\]: data.prompt_template: {questoin}: no field .* \(found: question\); did you mean 'question'",
           [{"question": "?"}], prompt_template="{questoin}")  # fmt: skip
     fails(r"\{c\} is a dict", records, prompt_template="{c}")
     with pytest.raises(UserError, match="no field 'a.__class__'"):  # fields only, no attributes
@@ -203,9 +203,9 @@ def test_chats_are_rendered_and_their_text_is_kept():
 @pytest.mark.parametrize(
     "record, message",
     [
-        ({"question": "a"}, r"record \[1\]: no field 'prompt' in the record \(found: question\)"),
+        ({"question": "a"}, r"record \[1\]: data.prompt_key: no field 'prompt' in the record \(found: question\)"),
         ({"prompt": ""}, r"record \[1\]: the prompt is empty"),
-        ({"prompt": 3}, r"record \[1\]: field 'prompt': a prompt is a string or a list of messages, found 3"),
+        ({"prompt": 3}, r"record \[1\]: data.prompt_key 'prompt': a prompt is a string or a list of messages, found 3"),
         ({"prompt": [{"role": "user", "content": "a"}]}, r"record \[1\]: .*needs data.chat_template=True"),
         ("text", r"record \[1\]: expected a dict, found str"),
     ],
@@ -223,7 +223,7 @@ def test_a_bad_record_is_named(record, message):
         ('{"prompt": ', r"train.jsonl:3: not a JSON object on one line: .*found '\{\"prompt\":'"),
         ("[1, 2]", "train.jsonl:3: expected a JSON object, found list"),
         ("[" * 100_000, "train.jsonl:3: not a JSON object"),
-        ('{"promt": "a"}', r"train.jsonl:3: no field 'prompt' .*did you mean 'promt'"),
+        ('{"promt": "a"}', r"train.jsonl:3: data.prompt_key: no field 'prompt' .*did you mean 'promt'"),
     ],
 )
 def test_a_bad_line_is_named_once(tmp_path, line, message):
@@ -257,7 +257,7 @@ def test_verls_parquet_loads_unchanged(tmp_path):
     batch = data.batch(0, 3)
     assert batch.records == rows
     assert batch.texts == ["What is 0+1?", "What is 1+1?", "What is 2+1?"]
-    fails(r"train.parquet, row 0: no field 'question'", str(path), prompt_key="question")
+    fails(r"train.parquet, row 0: data.prompt_key: no field 'question'", str(path), prompt_key="question")
     path.write_bytes(b"no parquet")
     fails("not a Parquet file", str(path))
 

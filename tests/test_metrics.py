@@ -201,6 +201,10 @@ def test_timing():
         "perf/time_per_step": 8.0,
         "perf/throughput": 25.0,
     }
+    # What few steps have does not make them look slow.
+    whole = {"step": 8.0, "testing": 3.0, "save_checkpoint": 1.0}
+    found = metrics.timing_metrics(whole, total_tokens=400, response_tokens=100, n_devices=2)
+    assert [found[f"perf/{name}"] for name in ("time_per_step", "throughput")] == [4.0, 50.0]
     assert metrics.timing_metrics({"gen": 1.0}, total_tokens=0, response_tokens=0, n_devices=1) == {"timing_s/gen": 1.0}
 
 

@@ -144,7 +144,7 @@ def test_what_the_page_says(tmp_path: Path) -> None:
         "held out: sums 0.500 → 0.750",
         "step 0: 0.500 [0.404, 0.596] step 3: 0.750",
         "100 problems × 1, 95% intervals",
-        "gen 9.0 75.0%",
+        "gen 9.0 s 75.0%",
         'model.path "m" ""',
         "as of step 3",
     ):
@@ -337,3 +337,16 @@ def test_what_collect_refuses(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(StorageError, match="config.json: not JSON"):
         report.collect(tmp_path)
+
+
+def test_what_says_nothing_is_not_drawn_and_failures_are_told(tmp_path: Path) -> None:
+    """One update a batch leaves KL and clipping at 0 by construction; a reward that failed is no reward of 0."""
+    still = {"actor/ppo_kl": 0.0, "actor/pg_clipfrac": 0.0}
+    lines = [{"step": 0, **EVALUATED, "val-aux/sums/failed_ratio": 0.25}]
+    lines += [line(step, **still, **{"reward/failed_ratio": 0.5 * step}) for step in (1, 2)]
+    page = page_of(make_run(tmp_path / "failing", lines))
+    assert [chart["title"] for chart in page.data["charts"]] == ["Reward", "Held-out score", "Failed rewards"]
+    assert "failed on 75.0% of the responses" in page.text
+    assert "the reward failed on 25.0%, which count as 0" in page.text
+    page = page_of(make_run(tmp_path / "whole", [line(1, **{"reward/failed_ratio": 0.0})]))
+    assert "failed" not in page.text.lower().replace("reward/failed_ratio", "")

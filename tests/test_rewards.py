@@ -170,6 +170,19 @@ def test_what_is_no_score_ends_the_run_and_names_the_function(returned, message)
         score([wrong])
 
 
+def test_a_wrong_type_is_found_before_there_are_responses():
+    calls = []
+
+    def fails_on_nothing(prompt, response, record):
+        calls.append((prompt, response, record))
+        raise ValueError("empty")
+
+    make_rewards([fails_on_nothing, "exact"]).try_out("1+1=", {"answer": "2"})
+    assert calls == [("1+1=", "", {"answer": "2"})]
+    with pytest.raises(UserError, match="reward '<lambda>' returned 'p'"):
+        make_rewards([lambda prompt, response, record: prompt]).try_out("p", {"answer": "2"})
+
+
 def test_a_wrong_number_of_scores_names_the_function():
     for returned, message in [([1.0], "returned 1 scores for 2 rows"), (1.0, "returned a float; expected a list of 2")]:
 

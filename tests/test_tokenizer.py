@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import jaxrl_llm
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.tokenizer import (
     cut_at_stop,
@@ -18,6 +20,7 @@ from jaxrl_llm.tokenizer import (
     render_prompt,
     stop_automaton,
     token_bytes,
+    unknown_in,
 )
 from tests import tokenizers_for_tests as made
 
@@ -67,6 +70,12 @@ def test_what_cannot_be_loaded_is_named(tmp_path):
     (tmp_path / "tokenizer.json").write_text("{ broken")
     with pytest.raises(UserError, match="cannot load folder"):
         load_tokenizer(tmp_path)
+
+
+def test_characters_without_a_token_are_named():
+    quickstart = load_tokenizer(Path(jaxrl_llm.__file__).parent / "quickstart_model")
+    assert unknown_in(quickstart, "4x7=é") == ["x", "é"] and unknown_in(quickstart, "47+38=") == []
+    assert unknown_in(quickstart, "") == []
 
 
 def test_neither_torch_nor_jax_is_imported_and_nothing_is_said(tmp_path):

@@ -147,8 +147,10 @@ def test_a_finished_run_can_be_made_longer(grpo: Watched, tmp_path: Path) -> Non
         steps = [run.step for _ in run]
         assert steps == [5] and int(run.state().step) == 5
     assert [line["step"] for line in read_jsonl(longer / "metrics.jsonl")] == [0, 1, 2, 3, 4, 5]
-    with fit(tiny_folder.config(**GRPO, trainer__steps=5), longer) as run:
+    with compilations() as events, fit(tiny_folder.config(**GRPO, trainer__steps=5), longer) as run:
         assert list(run) == []
+    assert not events  # what is done needs no program
+    assert "nothing is left to do: step 5 of 5" in (longer / "events.jsonl").read_text()
 
 
 def test_another_configuration_is_refused_and_named(grpo: Watched) -> None:
@@ -158,6 +160,13 @@ def test_another_configuration_is_refused_and_named(grpo: Watched) -> None:
     assert "config.optimizer.lr: was 0.01, now 0.5" in str(caught.value)
     assert "trainer.steps" not in str(caught.value)
     assert (grpo.folder / "config.json").read_bytes() == before
+
+
+def test_a_workdir_that_is_a_file_is_refused_first(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(UserError, match="--workdir .*file: is a file; expected a folder"):
+        fit(tiny_folder.config(**GRPO), tmp_path / "file")
+    assert (tmp_path / "file").read_text() == "mine"
 
 
 def test_epochs_instead_of_steps() -> None:

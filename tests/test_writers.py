@@ -235,21 +235,23 @@ def test_plain_lines():
     stream = io.StringIO()
     display = progress.PlainDisplay("trial", 10, 5, stream)
     for step in range(1, 11):
-        display.step(step, METRICS if step != 7 else METRICS | {"val-core/sums/reward/mean@1": 0.5})
+        evaluated = {"val-core/sums/reward/mean@1": 0.5, "val-aux/sums/failed_ratio": 0.25}
+        display.step(step, METRICS if step != 7 else METRICS | evaluated)
     lines = stream.getvalue().splitlines()
     numbers = "reward 0.250  entropy 1.500  length 12.0  truncated 25.0%  s/step 2.00  tokens/s 1,500"
     assert lines == [
         "run trial: 10 steps",
         f"step  5/10  {numbers}  left 10s",
-        f"step  7/10  {numbers}  val-core/sums/reward/mean@1 0.500  left 6s",
+        f"step  7/10  {numbers}  held out sums 0.500 (the reward failed on 25%, which count as 0)  left 6s",
         f"step 10/10  {numbers}",
     ]
 
 
 def test_time_left_ignores_the_step_that_compiles():
     left = progress.TimeLeft(100)
-    assert left.after(1, 300.0) == ""
-    assert left.after(2, 1.0) == "1m38s"
+    assert left.after(0, {"val-core/sums/reward/mean@1": 0.5}) == ""
+    assert left.after(1, {"perf/time_per_step": 300.0}) == ""
+    assert left.after(2, {"perf/time_per_step": 1.0, "timing_s/step": 2.0}) == "3m16s"  # evaluation takes time too
 
 
 SAMPLES = [{"prompt": "[bold]1+1?", "response": "2 [/red]" + "x" * 2000, "score": 1.0, "length": 3}]
@@ -261,6 +263,9 @@ def test_plain_samples():
     text = stream.getvalue()
     assert "sample of step 3  score 1.00  length 3" in text
     assert "'[bold]1+1?'" in text
+    stream = io.StringIO()
+    progress.PlainDisplay("trial", 10, 1, stream).samples(3, [{"prompt": "p", "response": "r", "valid": False}])
+    assert "sample of step 3  score failed" in stream.getvalue()
     assert len(text) < 1200
 
 
@@ -279,6 +284,8 @@ def test_plain_text_is_harmless():
 def test_a_meter_of_small_numbers():
     kl = next(meter for meter in progress.METERS if meter.label == "kl")
     assert [kl.text(value) for value in (0.0, 0.01234, -3e-6)] == ["0.0000", "0.0123", "-3e-06"]
+    # With one update a batch it is 0 by construction, which is not worth a line.
+    assert kl.value({"actor/ppo_kl": 0.0}) is None and kl.value({"actor/ppo_kl": 0.5}) == 0.5
 
 
 def test_rich_display_shows_text_as_it_is(capsys: pytest.CaptureFixture[str]):
@@ -288,7 +295,7 @@ def test_rich_display_shows_text_as_it_is(capsys: pytest.CaptureFixture[str]):
     display.note("a note with [brackets]\x1b[31m")
     display.close(["held out: [sums]"])
     text = capsys.readouterr().out
-    evaluated = "val-core/sums/reward/mean@1 0.500"
+    evaluated = "held out sums 0.500"
     for expected in (
         "tri[bold]al",
         "3/10",

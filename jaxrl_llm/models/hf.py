@@ -40,6 +40,7 @@ TOKENIZER_FILES = (
     "chat_template.json",
 )
 HUB_FILES = ("*.json", "model*.safetensors", "*.jinja", "tokenizer.model", "merges.txt")
+FETCHABLE = ("smollm2-135m",)  # what jaxrl_llm.fetch knows
 VALUE_HEAD = "value_head"
 Place = Callable[[str, np.ndarray], Any]
 
@@ -59,7 +60,7 @@ def find_folder(folder_or_id: str | Path) -> Path:
         return gguf.as_folder(folder)
     name = str(folder_or_id)
     if name.count("/") != 1 or name.startswith((".", "~", "/")):  # cannot be a hub id
-        raise UserError(f"{name}: no such folder")
+        raise UserError(f"{name}: no such folder{_fetchable(folder)}")
     from huggingface_hub import snapshot_download
 
     try:
@@ -67,9 +68,15 @@ def find_folder(folder_or_id: str | Path) -> Path:
     except (OSError, ValueError) as error:  # what huggingface_hub and its HTTP client raise
         why = str(error).strip().splitlines() or [type(error).__name__]
         raise UserError(
-            f"{name}: no such folder, and the model hub did not give it ({why[0]}). Where the hub cannot be reached, "
-            "give a folder that holds config.json, the safetensors files and the tokenizer's files"
+            f"{name}: no such folder{_fetchable(folder)}, and the model hub did not give it ({why[0]}). Where the hub "
+            "cannot be reached, give a folder that holds config.json, the safetensors files and the tokenizer's files"
         ) from error
+
+
+def _fetchable(folder: Path) -> str:
+    """What makes the folder, if its name is that of a model that can be fetched without a hub."""
+    known = folder.name in FETCHABLE
+    return f" (python -m jaxrl_llm.fetch {folder.name} --out {folder} makes it)" if known else ""
 
 
 def read_config(folder: Path) -> dict[str, Any]:

@@ -30,6 +30,7 @@
     const digits = Math.min(Math.max(0, 3 - Math.floor(Math.log10(size))), 3);
     return x.toLocaleString("en", { minimumFractionDigits: digits, maximumFractionDigits: digits }).replace("-", "−");
   }
+  const duration = (seconds) => (seconds >= 1 || seconds === 0 ? `${number(seconds)} s` : `${parseFloat((1000 * seconds).toPrecision(3))} ms`);
   const known = (values) => values.filter((x) => x !== null && x !== undefined);
 
   // Curves
@@ -187,8 +188,8 @@
     const show = (index) => {
       const here = index !== null && index !== undefined;
       const seconds = totals.map((column) => (here ? column[index] : column.reduce((a, b) => a + b, 0) / column.length));
-      at.textContent = `${here ? `step ${dense[index].toLocaleString("en")}` : "mean"}: ${number(seconds.reduce((a, b) => a + b, 0))} s`;
-      seconds.forEach((x, i) => (values[i].textContent = number(x)));
+      at.textContent = `${here ? `step ${dense[index].toLocaleString("en")}` : "mean"}: ${duration(seconds.reduce((a, b) => a + b, 0))}`;
+      seconds.forEach((x, i) => (values[i].textContent = duration(x)));
     };
     show(null);
     const stacked = [];
@@ -278,7 +279,7 @@
   }
   if (byId("timing") && data.phases.length) {
     drawShares();
-    drawTiming(byId("timing"));
+    drawTiming(byId("stacked"));
     for (const chart of data.charts) if (chart.section === "Time") drawChart(chart, byId("timing"));
   }
   plots.forEach(redraw);

@@ -91,6 +91,15 @@ class RewardSet:
                 source = record.get("data_source")
                 raise UserError(f"reward.data_sources: no function scores {source!r} (known: {', '.join(known)})")
 
+    def try_out(self, prompt: str, record: Record) -> None:
+        """Calls every function of text once with an empty response: one that returns no score is found out before
+        anything is compiled. That it fails on nothing proves nothing, and is passed over.
+
+        Raises:
+          UserError: a function returned something that is no score, or a wrong number of them.
+        """
+        self.score([prompt], [""], [record])
+
     def score(self, prompts: Sequence[str], responses: Sequence[str], records: Sequence[Record]) -> Scores:
         """Scores B rows; a row that fails does so alone.
 
