@@ -11,7 +11,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from jaxrl_llm.command_line import exit_code, leave, load_config, run_config
+from jaxrl_llm.command_line import load_config, run_config
+from jaxrl_llm.errors import exit_code, leave
 from jaxrl_llm.loading import load_inputs, make_layout, make_models, policy_params
 from jaxrl_llm.models.hf_export import export_policy
 
@@ -37,7 +38,7 @@ def export(run: str | Path, folder: str | Path, *, step: int | None = None, dtyp
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The exit code, see `command_line.exit_code`."""
+    """The exit code, see `errors.exit_code`."""
     parser = argparse.ArgumentParser(prog="python -m jaxrl_llm.export", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("run", metavar="RUN", help="a run's folder; its newest checkpoint is written")
     parser.add_argument("folder", metavar="FOLDER", help="where to; must not exist or be empty")

@@ -20,9 +20,8 @@ from jaxrl_llm.models.families import transformer_config
 from jaxrl_llm.models.transformer import make_transformer
 from jaxrl_llm.tokenizer import load_tokenizer
 from tests import tiny_folder
+from tests.test_hf import FIXTURES
 from tests.tiny_runs import checkpointed
-
-FIXTURES = Path(__file__).parent / "fixtures" / "llama"
 
 
 def read(folder: Path, dtype: Any = jnp.float32) -> Any:

@@ -18,8 +18,9 @@ from jaxrl_llm.models import hf
 from jaxrl_llm.models.families import transformer_config
 from jaxrl_llm.models.transformer import make_transformer
 from tests import gguf_files
+from tests.test_hf import FIXTURES
 
-TIED = Path(__file__).parent / "fixtures" / "llama" / "tied"  # 4 heads and 2 key-value heads of 8
+TIED = FIXTURES / "tied"  # 4 heads and 2 key-value heads of 8
 
 
 @pytest.fixture

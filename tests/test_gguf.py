@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
+import math
 import sys
 from pathlib import Path
 from typing import Any
@@ -17,14 +17,13 @@ from jaxrl_llm.errors import UserError
 from jaxrl_llm.export import export
 from jaxrl_llm.models import gguf, hf
 from jaxrl_llm.models.families import transformer_config
-from jaxrl_llm.models.transformer import RopeConfig, make_transformer, rope_frequencies
+from jaxrl_llm.models.transformer import RopeConfig, make_transformer
 from jaxrl_llm.tokenizer import load_tokenizer
 from tests import gguf_files, tiny_folder
+from tests.test_hf import FIXTURES
 from tests.tiny_runs import checkpointed
 
 gguf_package = pytest.importorskip("gguf")
-FIXTURES = Path(__file__).parent / "fixtures" / "llama"
-LLAMA3 = RopeConfig(500_000.0, "llama3", 8.0, 1.0, 4.0, 8192)
 
 
 def params_of(folder: Path, **options: Any) -> Any:
@@ -86,15 +85,32 @@ def test_a_quantized_model_has_the_logits_of_its_dequantized_weights(tmp_path: P
     assert 1e-4 < np.abs(found - exact).max() < 0.1 * np.abs(exact).max()
 
 
+def llama3_factors(theta: float, size: int, factor: float, low: float, high: float, positions: int) -> np.ndarray:
+    """Frequency by frequency, as llama.cpp's converter writes them."""
+    found = []
+    for i in range(0, size, 2):
+        wavelength = 2 * math.pi * theta ** (i / size)
+        if wavelength < positions / high:
+            found.append(1.0)
+        elif wavelength > positions / low:
+            found.append(factor)
+        else:
+            smooth = (positions / wavelength - low) / (high - low)
+            found.append(1 / ((1 - smooth) / factor + smooth))
+    return np.array(found, np.float32)
+
+
 def test_llama_3_scaling_is_read_off_its_factors(tmp_path: Path) -> None:
-    plain = rope_frequencies(dataclasses.replace(LLAMA3, kind="default"), 8)
+    # The tiny heads have few frequencies; theta is such that one of them lies between the two bounds.
+    factors = llama3_factors(3e5, 8, 8.0, 1.0, 4.0, 8192)
+    assert factors[0] == 1 < factors[2] < factors[3] == 8
 
     def scaled(fields: dict[str, Any], tensors: Any) -> None:
-        fields["llama.rope.freq_base"] = LLAMA3.theta
-        tensors["rope_freqs.weight"] = (plain / rope_frequencies(LLAMA3, 8)).astype(np.float32)
+        fields["llama.rope.freq_base"] = 3e5
+        tensors["rope_freqs.weight"] = factors
 
     found = hf.find_folder(gguf_files.write(tmp_path / "a.gguf", FIXTURES / "tied", scaled))
-    assert settings(found).rope == LLAMA3
+    assert settings(found).rope == RopeConfig(3e5, "llama3", 8.0, 1.0, 4.0, 8192)
 
     def other(fields: dict[str, Any], tensors: Any) -> None:
         tensors["rope_freqs.weight"] = np.array([1, 2, 3, 8], np.float32)

@@ -24,7 +24,7 @@ from jaxrl_llm.models import hf
 from jaxrl_llm.models.families import find_family, transformer_config
 from jaxrl_llm.models.gguf_tokenizer import write_tokenizer
 from jaxrl_llm.models.tensor_files import TensorFolder, write_json, write_tensors
-from jaxrl_llm.models.transformer import RopeConfig, make_transformer, rope_frequencies
+from jaxrl_llm.models.transformer import make_transformer
 
 DTYPES = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16}
 
@@ -75,7 +75,7 @@ LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_positio
 class GGUFTensors(TensorFolder):
     """The tensors of a GGUF file under their Hugging Face names; nothing is dequantized until `read` is called."""
 
-    def __init__(self, path: Path, tensors: Sequence[Any], config: hf.HFConfig):
+    def __init__(self, path: Path, tensors: Sequence[Any], config: Mapping[str, Any]):
         """
         Args:
           tensors: of gguf's reader.
@@ -300,12 +300,12 @@ def _llama3(path: Path, tensor: Any, theta: float, head_dim: int) -> dict[str, A
     found = np.asarray(tensor.data, np.float64).ravel()
     factor = _short(found.max())
     low, high, positions = LLAMA3.values()
-    plain = rope_frequencies(RopeConfig(theta), head_dim).astype(np.float64)
-    scaled = rope_frequencies(RopeConfig(theta, "llama3", factor, low, high, int(positions)), head_dim)
-    if found.shape != plain.shape or not np.allclose(plain / scaled, found, rtol=1e-5):
+    turns = positions * theta ** -(np.arange(0, head_dim, 2) / head_dim) / (2 * math.pi)
+    kept = np.clip((turns - low) / (high - low), 0, 1)
+    if found.shape != kept.shape or not np.allclose(1 / ((1 - kept) / factor + kept), found, rtol=1e-5):
         raise UserError(
             f"{path}: tensor {ROPE_FACTORS!r}: its {len(found)} factors are not those of a Llama 3 scaling by "
-            f"{factor:g} ({', '.join(f'{k} {v:g}' for k, v in LLAMA3.items())}) of {len(plain)} frequencies, which "
+            f"{factor:g} ({', '.join(f'{k} {v:g}' for k, v in LLAMA3.items())}) of {len(kept)} frequencies, which "
             "is all that is supported"
         )
     return {"rope_type": "llama3", "factor": factor, **LLAMA3}
@@ -316,12 +316,17 @@ def _short(value: float) -> float:
     return float(str(np.float32(value)))
 
 
-def _expected(config: hf.HFConfig) -> dict[str, tuple[int, ...]]:
+def _expected(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     """Hugging Face name -> shape, of every tensor of the model."""
     declared = hf._flatten(make_transformer(transformer_config(config)).declare())
     weights = {weight.path: weight for weight in find_family(config).weights}
-    shapes = (hf._file_shapes(weights[path], param) for path, param in declared.items())
-    return {name: shape for per_leaf in shapes for name, shape in per_leaf.items()}
+    found = {}
+    for path, param in declared.items():
+        weight, per_layer = weights[path], path.startswith("layers/")
+        shape = param.shape[1:] if per_layer else param.shape
+        for layer in range(param.shape[0] if per_layer else 1):
+            found[weight.name.format(layer=layer)] = shape[::-1] if weight.transposed else shape
+    return found
 
 
 def _gguf_name(name: str) -> str:

@@ -228,7 +228,8 @@ def save_params(
     # torch_dtype is the name that transformers used before version 5.
     spellings = [k for k in ("dtype", "torch_dtype") if k in config] or ["dtype"]
     with new_folder(Path(folder)) as new:
-        write_tensors(new, _tensors(leaves, weights, written if dtype else None), shard_bytes=shard_bytes)
+        tensors = ((name, tensor.astype(written, copy=False)) for name, tensor in _tensors(leaves, weights))
+        write_tensors(new, tensors if dtype else _tensors(leaves, weights), shard_bytes=shard_bytes)
         write_json(new / CONFIG, {**config, **dict.fromkeys(spellings, written.name)})
         if source is not None:
             copy_files(source, new, (*TOKENIZER_FILES, GENERATION))
@@ -246,11 +247,9 @@ def _check_params(leaves: Mapping[str, Any], declared: Mapping[str, Param]) -> N
             raise UserError(f"parameter {path}: {CONFIG} asks for shape {param.shape}, found {leaves[path].shape}")
 
 
-def _tensors(
-    leaves: Mapping[str, Any], weights: Mapping[str, Weight], dtype: np.dtype | None
-) -> Iterator[tuple[str, np.ndarray]]:
+def _tensors(leaves: Mapping[str, Any], weights: Mapping[str, Weight]) -> Iterator[tuple[str, np.ndarray]]:
     for path, leaf in leaves.items():
-        weight, array = weights[path], np.asarray(leaf, dtype)
+        weight, array = weights[path], np.asarray(leaf)
         for i, row in enumerate(array if "{layer}" in weight.name else array[None]):
             yield weight.name.format(layer=i), row.T if weight.transposed else row
 
