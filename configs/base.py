@@ -36,7 +36,7 @@ def get_config() -> Any:
             "algorithm": _algorithm(),
             "actor": _actor(),
             "critic": _critic(),
-            "reference": {"path": ""},  # folder or hub id of the KL reference; "": the actor as it was at the start
+            "reference": _reference(),
             "optimizer": optimizer(lr=1e-6),  # of the policy; the critic has its own, `critic.optimizer`
             "mesh": _mesh(),
             "trainer": _trainer(),
@@ -49,7 +49,7 @@ def get_config() -> Any:
 
 def _model() -> dict:
     return {
-        "path": "",  # Hugging Face folder or hub id of the actor; must be given
+        "path": "",  # of the actor: Hugging Face folder, hub id or GGUF file; must be given
         "fresh": False,  # True: random parameters in the shape of the folder's config.json; its weights are not read
         "dtype": "float32",  # of the computation: float32 | bfloat16 (logits, softmax and log-probs are always float32)
         "param_dtype": "float32",  # of the parameters and the optimizer's moments: float32 | bfloat16
@@ -172,6 +172,14 @@ def _critic() -> dict:
         "cliprange_value": 0.5,  # new values are clipped to old ± this
         "loss_agg_mode": "token-mean",  # of the value loss, as for the actor
         "optimizer": optimizer(lr=1e-5),
+    }
+
+
+def _reference() -> dict:
+    return {
+        "path": "",  # folder or hub id of the KL reference; "": the actor as it was at the start
+        "sync_steps": 0,  # steps after which it is moved to the actor, again and again; 0: it stays as it was
+        "sync_alpha": 1.0,  # how far: sync_alpha x actor + (1 - sync_alpha) x reference; in (0, 1]
     }
 
 

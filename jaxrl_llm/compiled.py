@@ -74,6 +74,7 @@ class CompiledStep:
     adv: Compiled  # (batch, kl_coef) -> (batch, kl_coef, metrics)
     update_critic: CompiledTraining | None
     update_actor: CompiledTraining
+    update_reference: Compiled | None  # (reference, actor's params, steps taken) -> reference
 
 
 def compile_step(
@@ -131,6 +132,12 @@ def compile_step(
     values, batch = score("values", program.values, state.critic.params if state.critic else None, batch)
     adv = compiled("adv", program.adv, batch, state.kl_coef, out_shardings=(rows, whole, whole))
     batch = adv.out[0]
+    update_reference = None
+    if program.update_reference:
+        # The new reference lies where the old one lay, and takes over its buffers; the actor's stay its own.
+        given, where = (state.reference, state.actor.params), jax.tree.map(lambda x: x.sharding, state.reference)
+        options: dict[str, Any] = {"donate": (0,), "out_shardings": where}
+        update_reference = compiled("update_reference", program.update_reference, *given, SCALAR, **options)
     return CompiledStep(
         update_weights=update_weights,
         gen=gen,
@@ -143,6 +150,7 @@ def compile_step(
         adv=adv,
         update_critic=train("critic", program.critic, state.critic, batch, CRITIC) if program.critic else None,
         update_actor=train("actor", program.actor, state.actor, batch, ACTOR),
+        update_reference=update_reference,
     )
 
 

@@ -175,6 +175,8 @@ class Critic:
 @dataclasses.dataclass(frozen=True)
 class Reference:
     path: str
+    sync_steps: Count
+    sync_alpha: Probability
 
 
 @dataclasses.dataclass(frozen=True)

@@ -57,6 +57,7 @@ def broken_rules(config: Config) -> list[Broken]:
         _loss,
         _correction,
         _adaptive_kl,
+        _reference,
         _schedules,
         _run,
         _mesh,
@@ -289,6 +290,16 @@ def _adaptive_kl(config: Config) -> Iterator[Broken]:
         yield Broken(
             keys, f"must be above a fifth of the {rows} rows of a step, or one step could turn the coefficient"
         )
+
+
+def _reference(config: Config) -> Iterator[Broken]:
+    reference = config.reference
+    if reference.sync_steps and not need_reference(config):
+        keys = ("reference.sync_steps", "algorithm.use_kl_in_reward", "actor.use_kl_loss")
+        yield Broken(keys, "without KL in the reward or in the loss there is no reference to move; set it to 0")
+    if reference.sync_alpha != 1 and not reference.sync_steps:
+        keys = ("reference.sync_alpha", "reference.sync_steps")
+        yield Broken(keys, "says how far the reference is moved, and it never is; set sync_steps as well")
 
 
 def _schedules(config: Config) -> Iterator[Broken]:

@@ -1,6 +1,7 @@
-"""Writes a run's policy as a Hugging Face folder: weights, config.json, generation_config.json, tokenizer.
+"""Writes a run's policy as a Hugging Face folder, for transformers, vLLM and llama.cpp's converter.
 
 python -m jaxrl_llm.export runs/addition models/addition
+python -m jaxrl_llm.export runs/addition models/addition-40 --step 40 --dtype bfloat16
 """
 
 from __future__ import annotations
@@ -11,41 +12,48 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from jaxrl_llm.command_line import load_config, run_config
-from jaxrl_llm.errors import StorageError, UserError
+from jaxrl_llm.errors import exit_code, leave
 from jaxrl_llm.loading import load_inputs, make_layout, make_models, policy_params
-from jaxrl_llm.models import hf
+from jaxrl_llm.models.hf_export import export_policy
 
 
-def export(run: str | Path, folder: str | Path) -> int:
-    """Writes the policy of a run's newest checkpoint to `folder`; the step that it is of.
+def export(run: str | Path, folder: str | Path, *, step: int | None = None, dtype: str | None = None) -> int:
+    """Writes the policy of one of a run's checkpoints to `folder`; the step that it is of.
+
+    Args:
+      step: None is the newest.
+      dtype: "float32" or "bfloat16"; None is that of the run's parameters.
 
     Raises:
       UserError: the run's config.json is not there or not valid, or `folder` holds something already.
-      StorageError: there is no whole checkpoint.
+      StorageError: there is no whole checkpoint, or none of that step.
     """
     config = load_config(run_config(run))
     inputs = load_inputs(config, train=False)
     layout = make_layout(config)
     model, _ = make_models(config, inputs, layout)
-    params, step = policy_params(config, model, layout, inputs.folder, run)
-    hf.save_params(Path(folder), params, hf.read_config(inputs.folder), source=inputs.folder)
+    params, step = policy_params(config, model, layout, inputs.folder, run, step)
+    export_policy(folder, params, inputs.folder, dtype=dtype)
     return step
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The exit code: 0 done, 2 user error, 4 storage."""
+    """The exit code, see `errors.exit_code`."""
     parser = argparse.ArgumentParser(prog="python -m jaxrl_llm.export", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("run", metavar="RUN", help="a run's folder; its newest checkpoint is written")
     parser.add_argument("folder", metavar="FOLDER", help="where to; must not exist or be empty")
+    parser.add_argument("--step", type=int, help="the checkpoint of this step instead of the newest")
+    parser.add_argument(
+        "--dtype", choices=("float32", "bfloat16"), help="of the files (default: the run's parameters')"
+    )
     args = parser.parse_args(sys.argv[1:] if argv is None else list(argv))
-    try:
-        step = export(args.run, args.folder)
-    except (UserError, StorageError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
-    print(f"{args.folder}: the policy of {args.run} after step {step}")
-    return 0
+
+    def body() -> None:
+        step = export(args.run, args.folder, step=args.step, dtype=args.dtype)
+        print(f"{args.folder}: the policy of {args.run} after step {step}")
+
+    return exit_code(body)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

@@ -36,7 +36,7 @@ def config_of(model: str, chat: bool | None = None) -> tuple[Config, str | None]
     """The configuration to load `model` by, and its folder if it is a run.
 
     Args:
-      model: a run's folder, a Hugging Face folder or a hub id.
+      model: a run's folder, a Hugging Face folder, a GGUF file or a hub id.
       chat: whether prompts go through the chat template; None: as the run did, or if the model has one.
 
     Raises:
@@ -72,7 +72,7 @@ def generate(
     ended).
 
     Args:
-      model: a run's folder, a Hugging Face folder or a hub id.
+      model: a run's folder, a Hugging Face folder, a GGUF file or a hub id.
       samples: responses per prompt.
       max_new_tokens: None is 256, or what the model has positions for.
       sampling: temperature 1 by default.
@@ -155,7 +155,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """The exit code, see `errors.exit_code`."""
     parser = argparse.ArgumentParser(prog="python -m jaxrl_llm.generate", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("prompts", nargs="*", metavar="PROMPT")
-    parser.add_argument("--model", required=True, help="a run's folder, a Hugging Face folder or a hub id")
+    parser.add_argument("--model", required=True, help="a run's folder, a Hugging Face folder, a GGUF file or a hub id")
     parser.add_argument("--file", type=Path, help="a text file with one prompt a line")
     parser.add_argument("--samples", type=int, default=1, help="responses to each prompt")
     parser.add_argument(

@@ -221,14 +221,15 @@ def initial_state(program: Program, inputs: Inputs) -> RunState:
 
 
 def policy_params(
-    config: Config, model: Model, layout: Layout, folder: Path, run: str | Path | None = None
+    config: Config, model: Model, layout: Layout, folder: Path, run: str | Path | None = None, step: int | None = None
 ) -> tuple[Params, int]:
     """The policy's parameters on the mesh, and the step that they are of.
 
     Args:
       folder: of the model.
-      run: a run's folder, whose newest checkpoint is read; None is where a run begins: the model's folder, or fresh
+      run: a run's folder, whose checkpoint is read; None is where a run begins: the model's folder, or fresh
         parameters (`model.fresh`).
+      step: of the checkpoint; None is the newest.
 
     Raises:
       UserError, StorageError: naming what is missing or does not fit.
@@ -241,8 +242,9 @@ def policy_params(
             abstract(declaration),
             layout.params(declaration),
         )
-        state, _ = checkpoints.restore({"actor": {"params": shapes}}, partial=True)
-        return state["actor"]["params"], checkpoints.latest_step() or 0
+        step = checkpoints.latest_step() if step is None else step
+        state, _ = checkpoints.restore({"actor": {"params": shapes}}, step, partial=True)
+        return state["actor"]["params"], step or 0
     key = init_key(config.seed, 0)
     if config.model.fresh:
         return jax.jit(lambda key: init_params(model, key), out_shardings=layout.params(declaration))(key), 0

@@ -8,7 +8,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +33,7 @@ CONFIG: dict[str, Any] = {
     "eos_token_id": 0,
     "pad_token_id": 0,
     "dtype": "float32",
+    "torch_dtype": "float32",
 }
 
 
@@ -43,6 +43,10 @@ def write_shape(folder: str | Path) -> None:
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
+    # Here, since recipes import this module for FOLDER alone, and jax comes with these.
+    from jaxrl_llm.models.hf_export import TOKENIZER_CONFIG, portable_tokenizer_config
+    from jaxrl_llm.models.tensor_files import read_json, write_json
+
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     vocabulary = {token: i for i, token in enumerate([EOS, "<unk>", *CHARACTERS])}
@@ -51,5 +55,7 @@ def write_shape(folder: str | Path) -> None:
     tokenizer.decoder = decoders.Fuse()
     wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=EOS, pad_token=EOS, unk_token="<unk>")
     wrapped.save_pretrained(str(folder))
-    for name, content in (("config.json", CONFIG), ("generation_config.json", {"eos_token_id": [0]})):
-        (folder / name).write_text(json.dumps(content, indent=2) + "\n")
+    settings = folder / TOKENIZER_CONFIG
+    write_json(settings, portable_tokenizer_config(read_json(settings)))
+    write_json(folder / "config.json", CONFIG)
+    write_json(folder / "generation_config.json", {"eos_token_id": [0]})

@@ -7,7 +7,7 @@ from typing import Literal, NamedTuple
 # The phases in the order of a step (README, "The rooms"); others follow.
 PHASES = (
     "data", "update_weights", "gen", "gen_max", "reward", "old_log_prob", "ref", "values", "adv", "update_critic",
-    "update_actor", "testing", "save_checkpoint",
+    "update_actor", "update_reference", "testing", "save_checkpoint",
 )  # fmt: skip
 
 

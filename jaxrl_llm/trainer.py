@@ -27,7 +27,7 @@ from jaxrl_llm.errors import RunAborted, UserError
 from jaxrl_llm.evaluation import Evaluator, make_evaluator, response_texts, score_texts
 from jaxrl_llm.loading import abstract_state, build_program, initial_state, load_inputs, make_layout
 from jaxrl_llm.metrics import extras_metrics, timing_metrics, variance_proxy
-from jaxrl_llm.models import hf
+from jaxrl_llm.models.hf_export import export_policy
 from jaxrl_llm.rewards import Scores
 from jaxrl_llm.samples import rollout_rows, sample_rows
 from jaxrl_llm.sharding import abstract_like
@@ -149,6 +149,10 @@ class Run:
         if self.step >= config.critic.warmup_steps:
             with timer("update_actor") as wait:
                 updated["actor"] = wait(self._train("actor", phases.update_actor, batch, number))
+        if phases.update_reference and _due(self.step + 1, config.reference.sync_steps):
+            with timer("update_reference") as wait:
+                moved = phases.update_reference(state.reference, self._state.actor.params, np.int32(self.step + 1))
+                self._state = self._state.replace(reference=wait(moved))
         self.step, self._cursor = self.step + 1, given.cursor
         done = jax.device_put(np.int32(self.step), self._layout.replicated)
         self._state = self._state.replace(kl_coef=kl_coef, step=done)
@@ -335,10 +339,10 @@ class Run:
     def _export(self) -> None:
         if self._workdir is None:
             return
-        folder, source = self._workdir / "model", self._inputs.folder
+        folder = self._workdir / "model"
         if folder.exists():  # of this run, when it was shorter
             shutil.rmtree(folder)
-        hf.save_params(folder, self._state.actor.params, hf.read_config(source), source=source)
+        export_policy(folder, self._state.actor.params, self._inputs.folder)
         self._note(f"model: {folder}")
 
     def _write(self, step: int, metrics: Metrics) -> None:

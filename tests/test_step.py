@@ -18,6 +18,7 @@ from jaxrl_llm.algorithms.losses import POLICY_LOSSES
 from jaxrl_llm.models.transformer import init_params, make_transformer
 from jaxrl_llm.steps import step as step_module
 from jaxrl_llm.steps.phases import Program, make_program
+from jaxrl_llm.steps.reference import sync_reference
 from jaxrl_llm.steps.step import make_step, score_rows, step_key
 from jaxrl_llm.types import EvidenceExists, MissingEvidence, RunState
 from tests import tiny
@@ -149,16 +150,37 @@ def test_one_update_needs_no_old_pass_and_gives_the_same_gradient() -> None:
 
 
 def test_the_reference_and_its_kl() -> None:
-    p = program(actor__use_kl_loss=True, actor__kl_loss_coef=0.1)
-    state = start(p)
-    before = jax.tree.map(np.asarray, state.reference)
+    """It stays as it was for two steps, is the actor then, and stays that."""
+    p = program(actor__use_kl_loss=True, actor__kl_loss_coef=0.1, reference__sync_steps=2)
+    states, kls = [start(p)], []
     step = compiled(p)
-    kls = []
     for i in range(3):
-        state, metrics, _ = step(state, tiny.prompts(), step_key(0, i))
+        state, metrics, _ = step(states[-1], tiny.prompts(), step_key(0, i))
+        states.append(state)
         kls.append(float(metrics["actor/kl_loss"]))
-    assert abs(kls[0]) < 1e-6 < kls[-1]
-    jax.tree.map(np.testing.assert_array_equal, before, jax.tree.map(np.asarray, state.reference))
+    assert abs(kls[0]) < 1e-6 < 1e-4 < kls[1] and abs(kls[2]) < 1e-6
+    references = [jax.tree.map(np.asarray, state.reference) for state in states]
+    expected = [states[0].actor.params] * 2 + [states[2].actor.params] * 2
+    jax.tree.map(np.testing.assert_array_equal, references, jax.tree.map(np.asarray, expected))
+    actor, reference = (jax.tree.leaves(tree) for tree in (states[2].actor.params, states[2].reference))
+    shared = {x.unsafe_buffer_pointer() for x in actor} & {x.unsafe_buffer_pointer() for x in reference}
+    assert not shared, "a donated actor would take the reference with it"
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_a_reference_that_follows_the_actor(dtype: Any) -> None:
+    reference, actor = ({"a": jnp.array(x, dtype)} for x in ([1.0, -2.0, 300.0], [3.0, 2.0, 301.0]))
+    move = jax.jit(functools.partial(sync_reference, every=3, alpha=0.25))
+    for step, expected in ((1, [1.0, -2.0, 300.0]), (3, [1.5, -1.0, 300.25]), (4, [1.0, -2.0, 300.0])):
+        found = move(reference, actor, step)["a"]
+        np.testing.assert_array_equal(found, jnp.array(expected, dtype))
+        assert found.dtype == dtype
+    copied = jax.jit(functools.partial(sync_reference, every=1, alpha=1.0))(reference, actor, 1)
+    np.testing.assert_array_equal(copied["a"], actor["a"])
+    assert copied["a"].unsafe_buffer_pointer() != actor["a"].unsafe_buffer_pointer()
+    # An infinite reference is left behind, and not multiplied by 0.
+    lost = {"a": jnp.full(3, jnp.inf, dtype)}
+    assert jnp.isfinite(sync_reference(lost, actor, 1, every=1, alpha=1.0)["a"]).all()
 
 
 def test_a_critic_does_not_change_what_grpo_does_to_the_actor() -> None:

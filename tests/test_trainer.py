@@ -98,7 +98,14 @@ def test_training_moves_all_that_is_trained_and_nothing_else(either: Watched) ->
     def digest(params: Any) -> str:
         return hashlib.sha256(b"".join(np.asarray(x).tobytes() for x in jax.tree.leaves(params))).hexdigest()
 
-    assert digest(first.reference) == digest(last.reference) == digest(first.actor.params)
+    references = [digest(state.reference) for state in either.states]
+    assert references[0] == digest(first.actor.params)
+    moved = 3 if either.config.reference.sync_steps else None  # after the third step, once
+    assert [i for i in range(1, 5) if references[i] != references[i - 1]] == ([moved] if moved else [])
+    if moved:
+        start, actor, found = first.reference, either.states[moved].actor.params, last.reference
+        mixed = jax.tree.map(lambda a, b: 0.25 * a.astype(np.float64) + 0.75 * b, actor, start)
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-9), found, mixed)
 
 
 def test_nothing_compiles_after_the_warm_up(either: Watched) -> None:
@@ -222,7 +229,7 @@ def test_grpo_with_a_critic_trains_the_same_actor(grpo: Watched, tmp_path: Path)
         np.testing.assert_allclose(metrics["critic/vf_loss"], 0.5 * np.square(errors).mean(), rtol=1e-5)
 
 
-REMAX = {"algorithm__estimator": "remax", **tiny_folder.KL_LOSS}
+REMAX = {"algorithm__estimator": "remax", **tiny_folder.KL_LOSS, "reference__sync_steps": 1}
 
 
 @pytest.mark.parametrize(

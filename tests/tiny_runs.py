@@ -6,16 +6,18 @@ import contextlib
 import dataclasses
 import functools
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 
-from jaxrl_llm.config import Config
+from jaxrl_llm.checkpoint import Checkpoints
+from jaxrl_llm.config import Config, to_json
+from jaxrl_llm.loading import load_inputs, make_layout, make_models, policy_params
 from jaxrl_llm.trainer import Run, fit
-from jaxrl_llm.types import RunState
+from jaxrl_llm.types import Params, RunState
 from jaxrl_llm.writers import read_jsonl
 from tests import tiny_folder
 
@@ -36,6 +38,8 @@ PPO = {
     "actor__loss_agg_mode": "seq-mean-token-mean",
     "critic__mini_batch_size": 2,
     "critic__epochs": 2,
+    "reference__sync_steps": 3,
+    "reference__sync_alpha": 0.25,
 }
 QUIET = {"data__eval": (), "eval__interval": 0, "trainer__save_interval": 0}
 COMPILED = "/jax/core/compile/backend_compile_duration"
@@ -107,3 +111,18 @@ def _watch(name: str, config: Config) -> Watched:
 
 def on_host(run: Run) -> RunState:
     return jax.tree.map(np.asarray, run.state())
+
+
+def checkpointed(folder: Path, config: Config, steps: Sequence[int] = (1,)) -> Params:
+    """A run's folder, with checkpoints of the policy alone, without a run: the model's parameters, times the step."""
+    inputs, layout = load_inputs(config, train=False), make_layout(config)
+    model, _ = make_models(config, inputs, layout)
+    params, _ = policy_params(config, model, layout, inputs.folder)
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(to_json(config))
+    checkpoints = Checkpoints(folder / "checkpoints")
+    for step in steps:
+        scaled = jax.tree.map(lambda x, step=step: step * x, params)
+        checkpoints.save(step, {"actor": {"params": scaled}}, {})
+    checkpoints.close()
+    return params

@@ -47,14 +47,18 @@ Place = Callable[[str, np.ndarray], Any]
 
 
 def find_folder(folder_or_id: str | Path) -> Path:
-    """The folder itself, or a snapshot of the hub's model of that id.
+    """The folder itself, one that stands for a GGUF file, or a snapshot of the hub's model of that id.
 
     Raises:
-      UserError: no such folder, and the hub does not have it or cannot be reached.
+      UserError: no such folder, and the hub does not have it or cannot be reached; or a GGUF file that cannot be read.
     """
     folder = Path(folder_or_id).expanduser()
     if folder.is_dir():
         return folder
+    if folder.suffix == ".gguf":
+        from jaxrl_llm.models import gguf  # which is built on this file
+
+        return gguf.as_folder(folder)
     name = str(folder_or_id)
     if name.count("/") != 1 or name.startswith((".", "~", "/")):  # cannot be a hub id
         raise UserError(f"{name}: no such folder{_fetchable(folder)}")
@@ -135,7 +139,9 @@ def load_params(folder: Path, declaration: Params, *, place: Place | None = None
     place = place or (lambda path, array: array)
     declared = _flatten(declaration)
     weights = {w.path: w for w in find_family(read_config(folder)).weights}
-    files = TensorFolder(folder)
+    from jaxrl_llm.models import gguf
+
+    files = gguf.tensors_of(folder) or TensorFolder(folder)
     stored = _stored({path: p.shape for path, p in declared.items() if not _in_value_head(path)}, weights)
     _check_tensors(files, stored, weights, tied="lm_head" not in declared and VALUE_HEAD not in declaration)
     pieces: dict[str, list[tuple[str, _Piece]]] = {}
@@ -187,6 +193,13 @@ def _stored(shapes: Mapping[str, tuple[int, ...]], weights: Mapping[str, Weight]
     return found
 
 
+def tensor_shapes(config: HFConfig) -> dict[str, tuple[int, ...]]:
+    """Name in the files -> shape, of every tensor of the model that a config.json describes."""
+    declared = _flatten(make_transformer(transformer_config(config)).declare())
+    weights = {weight.path: weight for weight in find_family(config).weights}
+    return {name: stored.shape for name, stored in _stored({p: d.shape for p, d in declared.items()}, weights).items()}
+
+
 def _check_tensors(
     files: TensorFolder, expected: Mapping[str, _Stored], weights: Mapping[str, Weight], *, tied: bool
 ) -> None:
@@ -218,17 +231,19 @@ def save_params(
     *,
     source: Path | None = None,
     generation: Mapping[str, Any] | None = None,
+    dtype: str | None = None,
     shard_bytes: int = SHARD_BYTES,
 ) -> None:
-    """Writes a Hugging Face folder: weights in the parameters' dtype, config.json, generation_config.json, tokenizer.
+    """Writes a Hugging Face folder: weights, config.json, generation_config.json, tokenizer.
 
     The folder appears whole or not at all. A value head is left out.
 
     Args:
       params: the tree that `load_params` gives; leaves are fetched from their devices one at a time.
-      config: the config.json of the model; its dtype is set to the parameters'.
+      config: the config.json of the model; its dtype is set to the weights'.
       source: folder whose tokenizer files and generation_config.json are copied.
       generation: contents of generation_config.json, in place of the source's.
+      dtype: of the written weights, such as "bfloat16"; None is the parameters' own.
 
     Raises:
       UserError: `folder` exists and is not empty, or the parameters are not what `config` describes.
@@ -236,12 +251,13 @@ def save_params(
     weights = {w.path: w for w in find_family(config).weights}
     leaves = {path: leaf for path, leaf in _flatten(params).items() if not _in_value_head(path)}
     _check_params(leaves, _flatten(make_transformer(transformer_config(config)).declare()))
-    dtype = np.dtype(leaves["embed"].dtype).name
+    written = np.dtype(dtype or leaves["embed"].dtype)
     # torch_dtype is the name that transformers used before version 5.
     spellings = [k for k in ("dtype", "torch_dtype") if k in config] or ["dtype"]
     with new_folder(Path(folder)) as new:
-        write_tensors(new, _tensors(leaves, weights), shard_bytes=shard_bytes)
-        write_json(new / CONFIG, {**config, **dict.fromkeys(spellings, dtype)})
+        tensors = ((name, tensor.astype(written, copy=False)) for name, tensor in _tensors(leaves, weights))
+        write_tensors(new, tensors if dtype else _tensors(leaves, weights), shard_bytes=shard_bytes)
+        write_json(new / CONFIG, {**config, **dict.fromkeys(spellings, written.name)})
         if source is not None:
             copy_files(source, new, (*TOKENIZER_FILES, GENERATION))
         if generation is not None:

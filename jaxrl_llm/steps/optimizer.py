@@ -49,6 +49,6 @@ def _decayed(params: Any) -> Any:
     def one(path: Any, leaf: Any) -> bool:
         del leaf
         name = str(getattr(path[-1], "key", path[-1]))
-        return not (name.endswith("norm") or name == "bias")
+        return not (name.endswith("norm") or name in ("bias", "scale"))  # flax calls a norm's weight scale
 
     return jax.tree_util.tree_map_with_path(one, params)

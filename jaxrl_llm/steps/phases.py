@@ -22,6 +22,7 @@ from jaxrl_llm.sharding import Layout
 from jaxrl_llm.steps.advantage import compute_advantages
 from jaxrl_llm.steps.objectives import make_actor_loss, make_critic_loss, make_sft_loss
 from jaxrl_llm.steps.optimizer import make_optimizer, make_schedule
+from jaxrl_llm.steps.reference import sync_reference
 from jaxrl_llm.steps.rollout import StopRules, no_stop_rules, rollout
 from jaxrl_llm.steps.sampling import Sampling
 from jaxrl_llm.steps.scoring import in_micro_batches, score_tokens, score_values
@@ -63,6 +64,7 @@ class Program:
     adv: Callable[[Batch, Array], tuple[Batch, Array, Metrics]]
     critic: Training | None
     actor: Training
+    update_reference: Callable[[Params, Params, Array], Params] | None  # (reference, actor, steps taken) -> reference
 
     def init(self, actor: Params, critic: Params | None = None, reference: Params | None = None) -> RunState:
         """The state before the first step; a reference that is not given is a copy of the actor.
@@ -135,6 +137,9 @@ def make_program(
         if critic
         else None,
         actor=_training(config, config.actor, config.optimizer, actor_loss(config, actor, layout), layout, actor_steps),
+        update_reference=partial(sync_reference, every=config.reference.sync_steps, alpha=config.reference.sync_alpha)
+        if config.reference.sync_steps
+        else None,
     )
 
 

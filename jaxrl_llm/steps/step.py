@@ -80,7 +80,10 @@ def make_step(program: Program, reward_fn: JaxReward) -> StepFn:
             actor = trained
         metrics |= prefixed("actor", actor_metrics)
         metrics |= variance_proxy(metrics)
-        state = RunState(actor=actor, critic=critic, reference=state.reference, kl_coef=kl_coef, step=state.step + 1)
+        reference, done = state.reference, state.step + 1
+        if p.update_reference:
+            reference = p.update_reference(reference, actor.params, done)
+        state = RunState(actor=actor, critic=critic, reference=reference, kl_coef=kl_coef, step=done)
         return state, metrics, batch
 
     return step
