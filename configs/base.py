@@ -53,6 +53,11 @@ def _model() -> dict:
         "fresh": False,  # True: random parameters in the shape of the folder's config.json; its weights are not read
         "dtype": "float32",  # of the computation: float32 | bfloat16 (logits, softmax and log-probs are always float32)
         "param_dtype": "float32",  # of the parameters and the optimizer's moments: float32 | bfloat16
+        # LoRA: only low-rank corrections of the projections are trained, on frozen parameters held in `dtype`.
+        "lora_rank": 0,  # of the corrections; 0: all parameters are trained
+        "lora_alpha": 16.0,  # a correction is A B x lora_alpha / lora_rank
+        # all-linear, or some of q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj.
+        "target_modules": ("all-linear",),
         "scan_layers": True,  # True: one compiled layer, scanned (fast to compile). False: unrolled (faster on a CPU)
         # What the backward pass computes again instead of storing. none: nothing, most memory.
         # dots: all but matrix products. full: whole layers, least memory.
@@ -167,6 +172,7 @@ def _critic() -> dict:
     return {
         "enable": "auto",  # auto: when the estimator is gae | yes | no
         "path": "",  # folder or hub id it starts from, with a fresh value head; "": the actor's
+        "freeze_trunk": False,  # True: only a value head is trained, on the actor's frozen first parameters
         "warmup_steps": 0,  # steps at the start in which only the critic is trained
         **_minibatches(),
         "cliprange_value": 0.5,  # new values are clipped to old ± this

@@ -55,7 +55,7 @@ class Compiled:
 class CompiledTraining:
     """The mini-batch updates of one role."""
 
-    update: Compiled  # (state, batch, step, index) -> (state, metrics)
+    update: Compiled  # (state, batch, step, index, frozen) -> (state, metrics)
     count: int  # updates a step
 
 
@@ -119,17 +119,19 @@ def compile_step(
 
     def train(role: str, training: Training, train_state: Any, batch: Batch, consumer: int) -> CompiledTraining:
         name = f"update_{role}"
-        return compile_training(name, training, train_state, batch, layout, seed=seed, consumer=consumer, report=report)
+        keys: dict[str, Any] = {"seed": seed, "consumer": consumer, "report": report}
+        return compile_training(name, training, train_state, batch, layout, frozen=training.base(state), **keys)
 
-    update_weights = compiled("update_weights", program.update_weights, state.actor.params)
+    policy = program.policy(state)
+    update_weights = compiled("update_weights", program.update_weights, policy)
     gen = sampler("gen", program.gen, GEN)
     gen_max = sampler("gen_max", program.gen_max, GEN_MAX) if program.gen_max else None
     reward_max = reward_of("reward of gen_max", gen_max.out, None) if gen_max else None
     reward = reward_of("reward", gen.out, reward_max.out if reward_max else None)
     batch = reward.out
-    old_log_prob, batch = score("old_log_prob", program.old_log_prob, state.actor.params, batch)
-    ref, batch = score("ref", program.ref, state.reference, batch)
-    values, batch = score("values", program.values, state.critic.params if state.critic else None, batch)
+    old_log_prob, batch = score("old_log_prob", program.old_log_prob, policy, batch)
+    ref, batch = score("ref", program.ref, program.reference(state), batch)
+    values, batch = score("values", program.values, program.critic_params(state), batch)
     adv = compiled("adv", program.adv, batch, state.kl_coef, out_shardings=(rows, whole, whole))
     batch = adv.out[0]
     update_reference = None
@@ -161,25 +163,29 @@ def compile_training(
     batch: Batch,
     layout: Layout,
     *,
+    frozen: Any = None,
     seed: int,
     consumer: int,
     report: Report,
 ) -> CompiledTraining:
-    """(state, batch, step, index) -> (state, metrics): one mini-batch's update, which takes over the state's buffers.
+    """(state, batch, step, index, frozen) -> (state, metrics): one mini-batch's update, which takes over the state's
+    buffers.
 
     Args:
-      state, batch: a TrainState and a batch like those to come, abstract, with their shardings.
+      state, batch, frozen: a TrainState, a batch and frozen parameters (or None) like those to come, abstract, with
+        their shardings.
       consumer: what is folded into the step's key for this phase.
     """
 
-    def update(state: Any, batch: Batch, step: Array, index: Array) -> Any:
+    def update(state: Any, batch: Batch, step: Array, index: Array, frozen: Any) -> Any:
         order_key, update_key = update_phase_keys(jax.random.fold_in(step_key(seed, step), consumer))
         prompts = training.order(order_key)[index]
-        return training.update(state, batch.select(prompts), jax.random.fold_in(update_key, index))
+        return training.update(state, batch.select(prompts), jax.random.fold_in(update_key, index), frozen)
 
     # The new state lies where the old one lay.
     shardings = (jax.tree.map(lambda x: x.sharding, state), layout.replicated)
-    made = Compiled(name, update, state, batch, SCALAR, SCALAR, report=report, donate=(0,), out_shardings=shardings)
+    given = (state, batch, SCALAR, SCALAR, frozen)
+    made = Compiled(name, update, *given, report=report, donate=(0,), out_shardings=shardings)
     return CompiledTraining(update=made, count=training.count)
 
 

@@ -44,6 +44,9 @@ class Model:
     fresh: bool
     dtype: DType
     param_dtype: DType
+    lora_rank: Count
+    lora_alpha: AboveZero
+    target_modules: tuple[str, ...]
     scan_layers: bool
     remat: Literal["none", "dots", "full"]
     logprob_chunk: Positive
@@ -162,6 +165,7 @@ class Actor:
 class Critic:
     enable: Literal["auto", "yes", "no"]
     path: str
+    freeze_trunk: bool
     warmup_steps: Count
     mini_batch_size: Positive
     micro_batch_size: Count
@@ -245,6 +249,7 @@ class Config:
 # Which roles a run has, what its names stand for and what its devices must allow: config_rules.py, imported from here.
 need_critic = config_rules.need_critic
 need_reference = config_rules.need_reference
+need_base = config_rules.need_base
 chosen_estimator = config_rules.chosen_estimator
 chosen_policy_loss = config_rules.chosen_policy_loss
 loss_aggregation = config_rules.loss_aggregation

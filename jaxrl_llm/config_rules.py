@@ -37,6 +37,11 @@ def need_reference(config: Config) -> bool:
     return config.algorithm.use_kl_in_reward or config.actor.use_kl_loss
 
 
+def need_base(config: Config) -> bool:
+    """Frozen parameters of the actor exist beneath a LoRA overlay, and beneath a critic's value head alone."""
+    return config.model.lora_rank > 0 or (need_critic(config) and config.critic.freeze_trunk)
+
+
 def decays_over_the_run(config: Config) -> str:
     """The optimizer whose learning rate depends on how long the run is; "" if none does."""
     optimizers = {"optimizer": config.optimizer}
@@ -58,6 +63,7 @@ def broken_rules(config: Config) -> list[Broken]:
         _correction,
         _adaptive_kl,
         _reference,
+        _frozen,
         _schedules,
         _run,
         _mesh,
@@ -290,6 +296,21 @@ def _adaptive_kl(config: Config) -> Iterator[Broken]:
         yield Broken(
             keys, f"must be above a fifth of the {rows} rows of a step, or one step could turn the coefficient"
         )
+
+
+def _frozen(config: Config) -> Iterator[Broken]:
+    model, critic = config.model, config.critic
+    if model.lora_rank and model.fresh:
+        yield Broken(("model.lora_rank", "model.fresh"), "corrections of random parameters teach nothing; set one to 0")
+    if model.lora_rank and not model.target_modules:
+        yield Broken(("model.lora_rank", "model.target_modules"), "nothing would be trained; name the modules")
+    if model.lora_rank and config.reference.sync_steps:
+        keys = ("model.lora_rank", "reference.sync_steps")
+        yield Broken(keys, "with LoRA the reference is the model without its overlay, and stays so; set it to 0")
+    if critic.freeze_trunk and not need_critic(config):
+        yield Broken(("critic.freeze_trunk", "critic.enable", "algorithm.estimator"), "there is no critic")
+    if critic.freeze_trunk and critic.path:
+        yield Broken(("critic.freeze_trunk", "critic.path"), "a frozen trunk is the actor's; leave the path empty")
 
 
 def _reference(config: Config) -> Iterator[Broken]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,15 +14,17 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxrl_llm.checkpoint import Checkpoints
-from jaxrl_llm.config import Config, Rollout, check_devices, need_critic, need_reference
+from jaxrl_llm.config import Config, Rollout, check_devices, need_base, need_critic, need_reference
 from jaxrl_llm.data import PromptData
 from jaxrl_llm.errors import UserError, naming
 from jaxrl_llm.models import hf
+from jaxrl_llm.models.declare import init_declared
 from jaxrl_llm.models.families import transformer_config
+from jaxrl_llm.models.lora import join
 from jaxrl_llm.models.transformer import init_params, make_transformer
 from jaxrl_llm.rewards import RewardSet, make_rewards
 from jaxrl_llm.sharding import Layout, abstract, make_mesh
-from jaxrl_llm.steps.phases import Program, Training, make_program
+from jaxrl_llm.steps.phases import Program, Training, make_program, merged, overlay
 from jaxrl_llm.steps.rollout import StopRules
 from jaxrl_llm.steps.step import init_key
 from jaxrl_llm.tokenizer import load_tokenizer, stop_automaton, token_bytes
@@ -116,6 +119,7 @@ def make_models(config: Config, inputs: Inputs, layout: Layout) -> tuple[Model, 
       UserError: a model is too small for the tokenizer's ids or for the lengths of prompts and responses.
     """
     known_ids = max(inputs.tokenizer.get_vocab().values()) + 1
+    frozen = config.model.lora_rank > 0  # what is never updated needs no more digits than it is computed with
 
     def model(folder: Path, value_head: bool) -> Model:
         shape = transformer_config(hf.read_config(folder))
@@ -128,10 +132,11 @@ def make_models(config: Config, inputs: Inputs, layout: Layout) -> tuple[Model, 
                 f"{shape.max_positions} positions (max_position_embeddings)"
             )
         # Rows of the embedding past the tokenizer's vocabulary are padding: never sampled, never counted.
-        shape = dataclasses.replace(shape, real_vocab_size=min(shape.vocab_size, known_ids))
+        scale = config.model.lora_alpha / config.model.lora_rank if frozen else 1.0
+        shape = dataclasses.replace(shape, real_vocab_size=min(shape.vocab_size, known_ids), lora_scale=scale)
         return make_transformer(
             shape,
-            param_dtype=jnp.dtype(config.model.param_dtype),
+            param_dtype=jnp.dtype(config.model.param_dtype if value_head or not frozen else config.model.dtype),
             compute_dtype=jnp.dtype(config.model.dtype),
             remat=config.model.remat,
             value_head=value_head,
@@ -212,18 +217,29 @@ def initial_state(program: Program, inputs: Inputs) -> RunState:
     keys = [init_key(config.seed, role) for role in range(3)]
     actor, _ = policy_params(config, program.actor_model, layout, inputs.folder)
     critic, reference = None, None
-    if program.critic_model is not None:
+    if program.critic and program.critic.frozen:
+        declared = program.critic.declare()
+        critic = jax.jit(lambda key: init_declared(declared, key), out_shardings=layout.params(declared))(keys[1])
+    elif program.critic_model is not None:
         critic = load_model_params(_folder(config.critic.path, inputs), program.critic_model, layout, keys[1])
     if need_reference(config) and config.reference.path:
         reference = load_model_params(hf.find_folder(config.reference.path), program.actor_model, layout, keys[2])
     # Not donated: a leaf that is only passed on would then be handed back as the very same buffer, twice owned.
-    return jax.jit(program.init, out_shardings=state_shardings(program))(actor, critic, reference)
+    init = jax.jit(program.init, out_shardings=state_shardings(program))
+    return init(actor, critic, reference, init_key(config.seed, 3))
+
+
+def frozen_base(program: Program, inputs: Inputs) -> Params | None:
+    """The actor's folder, frozen, if a role's parameters lie over it."""
+    if not need_base(program.config):
+        return None
+    return policy_params(program.config, program.actor_model, program.layout, inputs.folder)[0]
 
 
 def policy_params(
     config: Config, model: Model, layout: Layout, folder: Path, run: str | Path | None = None, step: int | None = None
 ) -> tuple[Params, int]:
-    """The policy's parameters on the mesh, and the step that they are of.
+    """The policy's parameters on the mesh, a LoRA overlay merged, and the step that they are of.
 
     Args:
       folder: of the model.
@@ -236,15 +252,20 @@ def policy_params(
     """
     declaration = model.declare()
     if run is not None:
+        trained = overlay(config, declaration) if config.model.lora_rank else declaration
         checkpoints = Checkpoints(Path(run) / "checkpoints")
         shapes = jax.tree.map(
             lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
-            abstract(declaration),
-            layout.params(declaration),
+            abstract(trained),
+            layout.params(trained),
         )
         step = checkpoints.latest_step() if step is None else step
         state, _ = checkpoints.restore({"actor": {"params": shapes}}, step, partial=True)
-        return state["actor"]["params"], step or 0
+        params = state["actor"]["params"]
+        if config.model.lora_rank:
+            base, _ = policy_params(config, model, layout, folder)
+            params = jax.jit(partial(merged, config))(join(params, base))
+        return params, step or 0
     key = init_key(config.seed, 0)
     if config.model.fresh:
         return jax.jit(lambda key: init_params(model, key), out_shardings=layout.params(declaration))(key), 0
@@ -256,25 +277,28 @@ def state_shardings(program: Program) -> RunState:
     layout = program.layout
     whole: Any = layout.replicated  # a sharding stands where the state has an array
 
-    def trained(training: Training, model: Model) -> TrainState:
-        declaration = model.declare()
+    def trained(training: Training) -> TrainState:
+        declaration = training.declare()
         moments = layout.optimizer(training.optimizer, declaration)
         return TrainState(params=layout.params(declaration), opt_state=moments, updates=whole, skipped=whole)
 
+    actor = layout.params(program.actor_model.declare())
     return RunState(
-        actor=trained(program.actor, program.actor_model),
-        critic=trained(program.critic, program.critic_model) if program.critic and program.critic_model else None,
-        reference=layout.params(program.actor_model.declare()) if program.ref else None,
+        actor=trained(program.actor),
+        critic=trained(program.critic) if program.critic else None,
+        reference=actor if program.ref and not program.reference_is_base else None,
         kl_coef=whole,
         step=whole,
+        base=actor if need_base(program.config) else None,
     )
 
 
 def abstract_state(program: Program) -> RunState:
-    """The shapes, dtypes and shardings of a program's state."""
+    """The shapes, dtypes and shardings of a program's state, but for what is frozen."""
     actor = abstract(program.actor_model.declare())
-    critic = abstract(program.critic_model.declare()) if program.critic_model else None
-    shapes = jax.eval_shape(program.init, actor, critic, None)
+    critic = abstract(program.critic.declare()) if program.critic else None
+    shapes = jax.eval_shape(program.init, actor, critic, None).replace(base=None)
+    shardings = state_shardings(program).replace(base=None)
     return jax.tree.map(
-        lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), shapes, state_shardings(program)
+        lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), shapes, shardings
     )

@@ -52,8 +52,10 @@ class SftRun(Run):
             seed=self.config.seed,
             consumer=ACTOR,
             report=self._note,
+            frozen=self._program.actor.base(state),
         )
-        view = Compiled("update_weights", self._program.update_weights, state.actor.params, report=self._note)
+        policy = self._program.policy(state)
+        view = Compiled("update_weights", self._program.update_weights, policy, report=self._note)
         self._evaluator = self._compile_evaluator(view)
 
     def _batch(self, given: PromptBatch) -> Batch:

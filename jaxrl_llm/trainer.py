@@ -11,6 +11,7 @@ import shutil
 import time
 import warnings
 from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple, Self
@@ -25,13 +26,14 @@ from jaxrl_llm.config import Config, notices, resume_differences, to_json
 from jaxrl_llm.data import PromptBatch, PromptData, epoch_steps
 from jaxrl_llm.errors import RunAborted, UserError
 from jaxrl_llm.evaluation import Evaluator, make_evaluator, response_texts, score_texts
-from jaxrl_llm.loading import abstract_state, build_program, initial_state, load_inputs, make_layout
+from jaxrl_llm.loading import abstract_state, build_program, frozen_base, initial_state, load_inputs, make_layout
 from jaxrl_llm.metrics import extras_metrics, timing_metrics, variance_proxy
 from jaxrl_llm.models.hf_export import export_policy
+from jaxrl_llm.models.lora import count
 from jaxrl_llm.rewards import Scores
 from jaxrl_llm.samples import rollout_rows, sample_rows
 from jaxrl_llm.sharding import abstract_like
-from jaxrl_llm.steps.phases import Program
+from jaxrl_llm.steps.phases import Program, merged
 from jaxrl_llm.steps.sampling import Sampling
 from jaxrl_llm.steps.step import prefixed
 from jaxrl_llm.steps.update import summarize
@@ -113,13 +115,13 @@ class Run:
     # The step
 
     def _step(self) -> Stepped:
-        phases, state, timer, config = self._phases, self._state, self._timers, self.config
+        phases, program, state, timer, config = self._phases, self._program, self._state, self._timers, self.config
         number, greedy = np.int32(self.step), None
         with timer("data") as wait:
             given = self._data.batch(self._cursor, config.data.train_batch_size)
             prompts = wait(self._layout.put_rows(given.prompts))
         with timer("update_weights") as wait:
-            view = wait(phases.update_weights(state.actor.params))
+            view = wait(phases.update_weights(program.policy(state)))
         with timer("gen") as wait:
             batch = wait(phases.gen(view, prompts, self._program.stops, number))
         if phases.gen_max:
@@ -133,13 +135,13 @@ class Run:
             wait(batch)
         if phases.old_log_prob:
             with timer("old_log_prob") as wait:
-                batch = wait(phases.old_log_prob(state.actor.params, batch))
+                batch = wait(phases.old_log_prob(program.policy(state), batch))
         if phases.ref:
             with timer("ref") as wait:
-                batch = wait(phases.ref(state.reference, batch))
-        if phases.values and state.critic:
+                batch = wait(phases.ref(program.reference(state), batch))
+        if phases.values:
             with timer("values") as wait:
-                batch = wait(phases.values(state.critic.params, batch))
+                batch = wait(phases.values(program.critic_params(state), batch))
         with timer("adv") as wait:
             batch, kl_coef, metrics = wait(phases.adv(batch, state.kl_coef))
         updated = {}
@@ -174,9 +176,9 @@ class Run:
         Each takes over the buffers of the state before it, so the new state is put down at once: an interrupted phase
         leaves a whole state behind.
         """
-        metrics = []
+        metrics, frozen = [], getattr(self._program, role).base(self._state)
         for index in range(training.count):
-            trained, found = training.update(getattr(self._state, role), batch, step, np.int32(index))
+            trained, found = training.update(getattr(self._state, role), batch, step, np.int32(index), frozen)
             self._state = self._state.replace(**{role: trained})
             metrics.append(found)
         jax.block_until_ready(self._state)
@@ -267,11 +269,12 @@ class Run:
             return initial_state(self._program, self._inputs), 0
         state = abstract_state(self._program)
         state, meta = self._checkpoints.restore(state, step)
-        return state, int(meta["cursor"])
+        return state.replace(base=frozen_base(self._program, self._inputs)), int(meta["cursor"])
 
     def _save(self) -> None:
         if self._checkpoints and self.step not in self._checkpoints.steps():
-            self._checkpoints.save(self.step, self._state, {"cursor": self._cursor, "config": to_json(self.config)})
+            state = self._state.replace(base=None)  # what the model's folder has need not be kept again
+            self._checkpoints.save(self.step, state, {"cursor": self._cursor, "config": to_json(self.config)})
 
     def _compile(self) -> None:
         self._note("compiling the phases (once, before the first step)")
@@ -300,7 +303,7 @@ class Run:
         if self._evaluator is None:
             return {}
         with self._timers("testing"):
-            metrics, _ = self._evaluator(self._update_weights(self._state.actor.params), self.step)
+            metrics, _ = self._evaluator(self._update_weights(self._program.policy(self._state)), self.step)
         return metrics
 
     def _why_stop(self, stepped: Stepped) -> str:
@@ -342,7 +345,8 @@ class Run:
         folder = self._workdir / "model"
         if folder.exists():  # of this run, when it was shorter
             shutil.rmtree(folder)
-        export_policy(folder, self._state.actor.params, self._inputs.folder)
+        policy = jax.jit(partial(merged, self.config))(self._program.policy(self._state))
+        export_policy(folder, policy, self._inputs.folder)
         self._note(f"model: {folder}")
 
     def _write(self, step: int, metrics: Metrics) -> None:
@@ -368,6 +372,9 @@ class Run:
                     f"notice: {data.with_unknown} of {len(data)} prompts hold characters that the tokenizer has no "
                     "token for; the model sees its unknown token in their place"
                 )
+        if self._program.actor.frozen:
+            trained, whole = (count(p) for p in (self._state.actor.params, self._state.base))
+            self._note(f"LoRA: {trained:,} parameters are trained, {whole:,} are frozen")
         held_out = f", {size(self._inputs.held_out)} held out" if self._inputs.held_out else ""
         self._note(f"{size(self._data)} prompts of at most {self._data.longest} tokens{held_out}")
 

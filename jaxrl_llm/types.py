@@ -304,13 +304,14 @@ class TrainState(struct.PyTreeNode):
 
 
 class RunState(struct.PyTreeNode):
-    """Everything a step reads and returns; what a checkpoint holds, beside the data cursor."""
+    """Everything a step reads and returns; what a checkpoint holds, but for `base`, beside the data cursor."""
 
-    actor: TrainState
-    critic: TrainState | None
-    reference: Params | None
+    actor: TrainState  # of all its parameters, or of a LoRA overlay on `base`
+    critic: TrainState | None  # of all its parameters, or of a value head on `base`
+    reference: Params | None  # None where there is none, or where it is `base`
     kl_coef: Array  # float32 [], the KL coefficient in the reward (adaptive ones move)
     step: Array  # int32 [], steps taken
+    base: Params | None = None  # the actor's folder, frozen: shared by an overlay, a frozen trunk, the reference
 
 
 @dataclasses.dataclass(frozen=True)

@@ -58,6 +58,7 @@ class TransformerConfig:
     post_norms: bool = False  # what they give is normalized before it is added to the stream
     qk_norm: str = "none"  # none | head: queries and keys are normalized over each head | width: over all heads
     moe: MoeConfig | None = None
+    lora_scale: float = 1.0  # alpha / rank of an overlay (lora.py)
     # Of each layer, where layers differ; () means the same for all.
     windows: tuple[int, ...] = ()  # how many positions back a token sees, itself included; 0: all
     layer_ropes: tuple[RopeConfig | None, ...] = ()  # in place of `rope`; None: no rotation

@@ -15,6 +15,8 @@ import jax.numpy as jnp
 from jaxrl_llm.models.architecture import TransformerConfig
 from jaxrl_llm.types import Array, Model, Param, Params
 
+VALUE_HEAD = "value_head"
+
 
 def _normal(scale: float) -> Callable[[Array, tuple[int, ...], Any], Array]:
     return lambda key, shape, dtype: (scale * jax.random.normal(key, shape, jnp.float32)).astype(dtype)
@@ -80,7 +82,7 @@ def declare(config: TransformerConfig, dtype: Any, value_head: bool) -> dict[str
     }
     if value_head:
         # Zero: a fresh critic predicts 0 everywhere, whatever the width of the model below it.
-        tree["value_head"] = {
+        tree[VALUE_HEAD] = {
             "kernel": Param((width,), dtype, (None,), _zeros),
             "bias": Param((), dtype, (), _zeros),
         }
@@ -91,7 +93,12 @@ def declare(config: TransformerConfig, dtype: Any, value_head: bool) -> dict[str
 
 def init_params(model: Model, key: Array) -> Params:
     """Fresh parameters: each leaf from its declared initializer, with a key of its own."""
-    declared, structure = jax.tree.flatten(model.declare(), is_leaf=lambda x: isinstance(x, Param))
+    return init_declared(model.declare(), key)
+
+
+def init_declared(declaration: Params, key: Array) -> Params:
+    """`init_params` of a tree of `Param`."""
+    declared, structure = jax.tree.flatten(declaration, is_leaf=lambda x: isinstance(x, Param))
     keys = jax.random.split(key, len(declared))
     return structure.unflatten([p.init(k, p.shape, p.dtype) for p, k in zip(declared, keys, strict=True)])
 

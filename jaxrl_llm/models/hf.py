@@ -14,6 +14,7 @@ import jax
 import numpy as np
 
 from jaxrl_llm.errors import UserError
+from jaxrl_llm.models.declare import VALUE_HEAD
 from jaxrl_llm.models.families import Weight, find_family, transformer_config
 from jaxrl_llm.models.hf_config import HFConfig
 from jaxrl_llm.models.tensor_files import (
@@ -42,7 +43,6 @@ TOKENIZER_FILES = (
 )
 HUB_FILES = ("*.json", "model*.safetensors", "*.jinja", "tokenizer.model", "merges.txt")
 FETCHABLE = ("smollm2-135m",)  # what jaxrl_llm.fetch knows
-VALUE_HEAD = "value_head"
 Place = Callable[[str, np.ndarray], Any]
 
 

@@ -73,8 +73,11 @@ def _rms_norm(config: TransformerConfig, x: Array, weight: Array) -> Array:
     return (scaled * weight[(None,) * (x.ndim - 1)]).astype(x.dtype)
 
 
-def _dense(x: Array, layer: dict[str, Array]) -> Array:
+def _dense(config: TransformerConfig, x: Array, layer: dict[str, Array]) -> Array:
+    """x W + b, and with an overlay + lora_scale · (x A) B (lora.py)."""
     out = x @ layer["kernel"].astype(x.dtype)
+    if "lora_a" in layer:
+        out = out + config.lora_scale * (x @ layer["lora_a"].astype(x.dtype) @ layer["lora_b"].astype(x.dtype))
     return out + layer["bias"].astype(x.dtype)[None, None, :] if "bias" in layer else out
 
 
@@ -125,11 +128,13 @@ def _block(
     batch, length, _ = x.shape
     cos, sin = rope if kind.rope is None else (rope[0][kind.rope], rope[1][kind.rope])
 
+    dense = partial(_dense, config)
+
     def norm(x: Array, name: str) -> Array:
         return _rms_norm(config, x, layer[name]) if name in layer else x
 
     def heads(name: str, count: int) -> Array:
-        x = _dense(normed, layer[name])
+        x = dense(normed, layer[name])
         if config.qk_norm == "width":
             x = norm(x, f"{name}_norm")
         x = x.reshape(batch, length, count, config.head_dim)
@@ -140,14 +145,14 @@ def _block(
     scale = config.head_dim**-0.5 if config.attention_scale is None else config.attention_scale
     how = {"scale": scale, "window": kind.window, "softcap": config.attention_softcap}
     mixed, carried = attention(q, k, heads("v", config.num_kv_heads), **how)
-    x = x + norm(_dense(mixed.reshape(batch, length, -1), layer["o"]), "attn_post_norm")
+    x = x + norm(dense(mixed.reshape(batch, length, -1), layer["o"]), "attn_post_norm")
     normed = norm(x, "mlp_norm")
     activation = ACTIVATIONS[config.activation]
     if config.moe is None:
-        gate = activation(_dense(normed, layer["gate"]))
-        mixed = _dense(gate * _dense(normed, layer["up"]), layer["down"])
+        gate = activation(dense(normed, layer["gate"]))
+        mixed = dense(gate * dense(normed, layer["up"]), layer["down"])
     else:
-        mixed = moe(config.moe, activation, constrain, layer["experts"], normed, _dense(normed, layer["router"]))
+        mixed = moe(config.moe, activation, constrain, layer["experts"], normed, dense(normed, layer["router"]))
     x = x + norm(mixed, "mlp_post_norm")
     return constrain(x, ("batch", None, None)), carried
 

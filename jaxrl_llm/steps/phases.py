@@ -14,9 +14,11 @@ import optax
 
 from jaxrl_llm.algorithms.advantages import Estimator
 from jaxrl_llm.algorithms.log_probs import TokenStats
-from jaxrl_llm.config import Actor, Config, Critic, Optimizer, need_critic, need_reference
+from jaxrl_llm.config import Actor, Config, Critic, need_base, need_critic, need_reference
 from jaxrl_llm.config_rules import chosen_estimator, chosen_policy_loss, loss_aggregation
 from jaxrl_llm.metrics import data_metrics
+from jaxrl_llm.models.declare import VALUE_HEAD, init_declared
+from jaxrl_llm.models.lora import declare_overlay, join, merge
 from jaxrl_llm.models.transformer import stack_layers, unstack_layers
 from jaxrl_llm.sharding import Layout
 from jaxrl_llm.steps.advantage import compute_advantages
@@ -36,6 +38,8 @@ ScoreFn = Callable[[Params, Batch], Batch]
 class Training:
     """How one model is trained in a step: its optimizer, one mini-batch's update, and which mini-batches there are."""
 
+    declare: Callable[[], Any]  # the tree of `Param` that is trained
+    frozen: bool  # whether it lies over the state's frozen parameters
     optimizer: optax.GradientTransformation
     update: UpdateFn
     order: Callable[[Array], Array]  # key -> int32 [count, prompts of a mini-batch]
@@ -44,6 +48,14 @@ class Training:
     def init(self, params: Params) -> TrainState:
         zero = jnp.int32(0)
         return TrainState(params=params, opt_state=self.optimizer.init(params), updates=zero, skipped=zero)
+
+    def base(self, state: RunState) -> Params | None:
+        """The frozen parameters that this model's lie over, if it has any."""
+        return state.base if self.frozen else None
+
+    def whole(self, trained: TrainState, state: RunState) -> Params:
+        """All parameters of the model: the trained ones over the frozen ones."""
+        return join(trained.params, self.base(state))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -66,8 +78,15 @@ class Program:
     actor: Training
     update_reference: Callable[[Params, Params, Array], Params] | None  # (reference, actor, steps taken) -> reference
 
-    def init(self, actor: Params, critic: Params | None = None, reference: Params | None = None) -> RunState:
+    def init(
+        self, actor: Params, critic: Params | None = None, reference: Params | None = None, key: Array | None = None
+    ) -> RunState:
         """The state before the first step; a reference that is not given is a copy of the actor.
+
+        Args:
+          actor: all of its parameters, which stay frozen beneath a LoRA overlay.
+          critic: what is trained of it: all of its parameters, or with `critic.freeze_trunk` the value head alone.
+          key: of a fresh overlay; consumed. None is seed 0's.
 
         Raises:
           ValueError: the config has a critic and its parameters are not given.
@@ -76,18 +95,42 @@ class Program:
             raise ValueError(
                 f"the config has {'no critic' if self.critic is None else 'a critic'}, its parameters differ"
             )
+        base = actor if need_base(self.config) else None
+        trained = actor
+        if self.actor.frozen:
+            trained = init_declared(self.actor.declare(), jax.random.key(0) if key is None else key)
         if self.ref is None:
             reference = None
+        elif reference is None and self.reference_is_base:
+            pass
         elif reference is None:
             # Donated buffers must not be shared between the actor and what outlives its update.
             reference = jax.tree.map(jnp.copy, actor)
         return RunState(
-            actor=self.actor.init(actor),
+            actor=self.actor.init(trained),
             critic=self.critic.init(critic) if self.critic else None,
             reference=reference,
             kl_coef=jnp.float32(self.config.algorithm.kl_ctrl.kl_coef),
             step=jnp.int32(0),
+            base=base,
         )
+
+    @property
+    def reference_is_base(self) -> bool:
+        """Whether the frozen parameters are the reference as well, so that it is not kept twice."""
+        reference = self.config.reference
+        return need_base(self.config) and not reference.path and not reference.sync_steps
+
+    # What the phases read of a state. No array is copied: trees are laid over each other.
+
+    def policy(self, state: RunState) -> Params:
+        return self.actor.whole(state.actor, state)
+
+    def critic_params(self, state: RunState) -> Params | None:
+        return self.critic.whole(state.critic, state) if self.critic and state.critic else None
+
+    def reference(self, state: RunState) -> Params | None:
+        return state.base if self.ref and self.reference_is_base else state.reference
 
 
 def make_program(
@@ -133,10 +176,8 @@ def make_program(
         ref=partial(_ref, score) if need_reference(config) else None,
         values=partial(_values, config, layout, critic) if critic else None,
         adv=partial(_adv, config, estimator, options, critic is not None, reward_names),
-        critic=_training(config, config.critic, config.critic.optimizer, critic_loss(config, critic), layout, steps)
-        if critic
-        else None,
-        actor=_training(config, config.actor, config.optimizer, actor_loss(config, actor, layout), layout, actor_steps),
+        critic=_training(config, config.critic, critic, critic_loss(config, critic), layout, steps) if critic else None,
+        actor=_training(config, config.actor, actor, actor_loss(config, actor, layout), layout, actor_steps),
         update_reference=partial(sync_reference, every=config.reference.sync_steps, alpha=config.reference.sync_alpha)
         if config.reference.sync_steps
         else None,
@@ -147,9 +188,15 @@ def make_program(
 
 
 def sampler_view(config: Config, params: Params) -> Params:
-    """The parameters as the sampler wants them: in the compute dtype, layers apart if so configured."""
+    """The parameters as the sampler wants them: an overlay merged, in the compute dtype, layers apart if so
+    configured."""
     dtype = jnp.dtype(config.model.dtype)
-    return _enter(config, jax.tree.map(lambda x: x.astype(dtype), params))
+    return _enter(config, jax.tree.map(lambda x: x.astype(dtype), merged(config, params)))
+
+
+def merged(config: Config, params: Params) -> Params:
+    """The parameters of an ordinary model: with what a LoRA overlay adds written into the kernels."""
+    return merge(params, config.model.lora_alpha / config.model.lora_rank) if config.model.lora_rank else params
 
 
 def train_sampling(config: Config) -> Sampling:
@@ -320,18 +367,39 @@ def make_sft(config: Config, actor: Model, layout: Layout, total_steps: int) -> 
         scale_factor=config.actor.loss_scale_factor,
         chunk_tokens=config.model.logprob_chunk * layout.batch_shards,
     )
-    return _training(config, config.actor, config.optimizer, loss_fn, layout, total_steps, n=1)
+    return _training(config, config.actor, actor, loss_fn, layout, total_steps, n=1)
+
+
+def overlay(config: Config, declaration: Params) -> Params:
+    """What LoRA trains of a model.
+
+    Raises:
+      UserError: the model has no module of a name in `model.target_modules`.
+    """
+    m = config.model
+    dtype = jnp.dtype(m.param_dtype)
+    return declare_overlay(declaration, rank=m.lora_rank, target_modules=m.target_modules, dtype=dtype)
+
+
+def _trained(config: Config, role: Actor | Critic, model: Model) -> tuple[Callable[[], Any], bool]:
+    """What is declared of what is trained, and whether it lies over frozen parameters."""
+    if isinstance(role, Actor) and config.model.lora_rank:
+        return lambda: overlay(config, model.declare()), True
+    if isinstance(role, Critic) and role.freeze_trunk:
+        return lambda: {VALUE_HEAD: model.declare()[VALUE_HEAD]}, True
+    return model.declare, False
 
 
 def _training(
     config: Config,
     role: Actor | Critic,
-    optimizer: Optimizer,
+    model: Model,
     loss_fn: LossFn,
     layout: Layout,
     steps: int,
     n: int | None = None,
 ) -> Training:
+    optimizer = role.optimizer if isinstance(role, Critic) else config.optimizer
     prompts, size = config.data.train_batch_size, role.mini_batch_size
     count = role.epochs * (prompts // size)
     total = steps * count
@@ -351,13 +419,18 @@ def _training(
         micro_batches=parts,
         group=group,
         enter=partial(_enter, config),
-        leave=lambda grads: grads if config.model.scan_layers else stack_layers(grads),
+        leave=partial(_leave, config),
         constrain_rows=layout.constrain_rows,
         describe=describe,
     )
     order = partial(mini_batches, prompts=prompts, size=size, epochs=role.epochs, shuffle=role.shuffle)
-    return Training(optimizer=transform, update=update, order=order, count=count)
+    declare, frozen = _trained(config, role, model)
+    return Training(declare=declare, frozen=frozen, optimizer=transform, update=update, order=order, count=count)
 
 
 def _enter(config: Config, params: Params) -> Params:
-    return params if config.model.scan_layers else unstack_layers(params)
+    return params if config.model.scan_layers or "layers" not in params else unstack_layers(params)
+
+
+def _leave(config: Config, grads: Params) -> Params:
+    return grads if config.model.scan_layers or "layers" not in grads else stack_layers(grads)

@@ -24,7 +24,7 @@ from jaxrl_llm.metrics import variance_proxy
 from jaxrl_llm.steps.phases import Program, Training
 from jaxrl_llm.steps.reward import JaxReward, write_scores
 from jaxrl_llm.steps.update import Metrics, run_updates
-from jaxrl_llm.types import Array, Batch, Prompts, RunState, TrainState
+from jaxrl_llm.types import Array, Batch, Params, Prompts, RunState, TrainState
 
 StepFn = Callable[[RunState, Prompts, Array], tuple[RunState, Metrics, Batch]]
 
@@ -55,24 +55,26 @@ def make_step(program: Program, reward_fn: JaxReward) -> StepFn:
     warmup = p.config.critic.warmup_steps if p.critic else 0
 
     def step(state: RunState, prompts: Prompts, key: Array) -> tuple[RunState, Metrics, Batch]:
-        view = p.update_weights(state.actor.params)
+        policy = p.policy(state)
+        view = p.update_weights(policy)
         batch = p.gen(view, prompts, jax.random.fold_in(key, GEN), p.stops)
         greedy = None
         if p.gen_max:
             greedy = score_rows(p.gen_max(view, prompts, jax.random.fold_in(key, GEN_MAX), p.stops), reward_fn)
         batch = score_rows(batch, reward_fn, greedy)
         if p.old_log_prob:
-            batch = p.old_log_prob(state.actor.params, batch)
+            batch = p.old_log_prob(policy, batch)
         if p.ref:
-            batch = p.ref(state.reference, batch)
-        if p.values and state.critic:
-            batch = p.values(state.critic.params, batch)
+            batch = p.ref(p.reference(state), batch)
+        if p.values:
+            batch = p.values(p.critic_params(state), batch)
         batch, kl_coef, metrics = p.adv(batch, state.kl_coef)
         critic, actor = state.critic, state.actor
         if p.critic and critic:
-            critic, critic_metrics = _train(p.critic, critic, batch, jax.random.fold_in(key, CRITIC))
+            critic_key = jax.random.fold_in(key, CRITIC)
+            critic, critic_metrics = _train(p.critic, critic, batch, critic_key, p.critic.base(state))
             metrics |= prefixed("critic", critic_metrics)
-        trained, actor_metrics = _train(p.actor, actor, batch, jax.random.fold_in(key, ACTOR))
+        trained, actor_metrics = _train(p.actor, actor, batch, jax.random.fold_in(key, ACTOR), p.actor.base(state))
         if warmup:
             # In the warm-up only the critic learns; its metrics alone mean anything then.
             actor = jax.tree.map(lambda new, old: jnp.where(state.step < warmup, old, new), trained, actor)
@@ -83,15 +85,17 @@ def make_step(program: Program, reward_fn: JaxReward) -> StepFn:
         reference, done = state.reference, state.step + 1
         if p.update_reference:
             reference = p.update_reference(reference, actor.params, done)
-        state = RunState(actor=actor, critic=critic, reference=reference, kl_coef=kl_coef, step=done)
+        state = state.replace(actor=actor, critic=critic, reference=reference, kl_coef=kl_coef, step=done)
         return state, metrics, batch
 
     return step
 
 
-def _train(training: Training, state: TrainState, batch: Batch, key: Array) -> tuple[TrainState, Metrics]:
+def _train(
+    training: Training, state: TrainState, batch: Batch, key: Array, frozen: Params | None
+) -> tuple[TrainState, Metrics]:
     order_key, update_key = update_phase_keys(key)
-    return run_updates(training.update, state, batch, update_key, training.order(order_key))
+    return run_updates(training.update, state, batch, update_key, training.order(order_key), frozen)
 
 
 def update_phase_keys(key: Array) -> tuple[Array, Array]:

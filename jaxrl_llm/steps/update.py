@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import optax
 
 from jaxrl_llm.algorithms.losses import Norm
+from jaxrl_llm.models.lora import join
 from jaxrl_llm.types import Array, Batch, Params, TrainState
 
 Metrics = dict[str, Array]
@@ -28,7 +29,12 @@ class LossFn(Protocol):
     def __call__(self, params: Params, rows: Batch, norm: Norm, key: Array) -> tuple[Array, Metrics]: ...
 
 
-UpdateFn = Callable[[TrainState, Batch, Array], tuple[TrainState, Metrics]]
+class UpdateFn(Protocol):
+    """(state, mini_batch, key, frozen parameters or None) -> (state, metrics)."""
+
+    def __call__(
+        self, state: TrainState, batch: Batch, key: Array, frozen: Params | None = None
+    ) -> tuple[TrainState, Metrics]: ...
 
 
 def make_update(
@@ -42,7 +48,10 @@ def make_update(
     constrain_rows: Callable[[Any], Any] = lambda tree: tree,
     describe: Callable[[TrainState], Metrics] = lambda state: {},
 ) -> UpdateFn:
-    """update(state, mini_batch, key) -> (state, metrics): one gradient over a mini-batch and one optimizer step.
+    """update(state, mini_batch, key, frozen=None) -> (state, metrics): one gradient over a mini-batch, one optimizer
+    step.
+
+    The loss is of the state's parameters laid over the frozen ones (`lora.join`), which have no gradient.
 
     Args:
       loss_fn: see `LossFn`.
@@ -59,10 +68,14 @@ def make_update(
     `skipped_updates`.
     """
 
-    def gradient(params: Params, batch: Batch, key: Array) -> tuple[Params, Array, Metrics]:
+    def gradient(params: Params, frozen: Params | None, batch: Batch, key: Array) -> tuple[Params, Array, Metrics]:
         assert batch.loss_mask is not None
         norm = Norm.of(batch.loss_mask)
-        value_and_grad = jax.value_and_grad(loss_fn, has_aux=True)
+
+        def loss_of(params: Params, rows: Batch, norm: Norm, key: Array) -> tuple[Array, Metrics]:
+            return loss_fn(join(params, frozen), rows, norm, key)
+
+        value_and_grad = jax.value_and_grad(loss_of, has_aux=True)
         if micro_batches == 1:
             (loss, metrics), grads = value_and_grad(params, batch, norm, key)
             return grads, loss, metrics
@@ -75,16 +88,17 @@ def make_update(
             return (jax.tree.map(jnp.add, sums, grads), loss_sum + loss, combine_metrics(metric_sum, metrics)), None
 
         first = jax.tree.map(lambda x: x[0], parts)
-        loss_shape, shapes = jax.eval_shape(loss_fn, params, first, norm, key)
+        loss_shape, shapes = jax.eval_shape(loss_of, params, first, norm, key)
         sums = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.promote_types(p.dtype, jnp.float32)), params)
         start = (sums, jnp.zeros((), loss_shape.dtype), {name: _neutral(name, s) for name, s in shapes.items()})
         (grads, loss, metrics), _ = jax.lax.scan(accumulate, start, (jnp.arange(micro_batches), parts))
         return jax.tree.map(lambda g, p: g.astype(p.dtype), grads, params), loss, metrics
 
-    def update(state: TrainState, batch: Batch, key: Array) -> tuple[TrainState, Metrics]:
+    def update(state: TrainState, batch: Batch, key: Array, frozen: Params | None = None) -> tuple[TrainState, Metrics]:
         # A mini-batch picks its prompts from all shards; here its rows are spread again.
         rows = constrain_rows(batch.regroup(group or batch.n))
-        grads, loss, metrics = gradient(enter(state.params), rows, key)
+        entered = None if frozen is None else enter(frozen)
+        grads, loss, metrics = gradient(enter(state.params), entered, rows, key)
         grads = leave(grads)
         # In float32 at least: squares of bfloat16 gradients would keep three digits.
         grad_norm = optax.tree.norm(jax.tree.map(lambda g: g.astype(jnp.promote_types(g.dtype, jnp.float32)), grads))
@@ -150,7 +164,7 @@ def mini_batches(key: Array, *, prompts: int, size: int, epochs: int, shuffle: b
 
 
 def run_updates(
-    update: UpdateFn, state: TrainState, batch: Batch, key: Array, indices: Array
+    update: UpdateFn, state: TrainState, batch: Batch, key: Array, indices: Array, frozen: Params | None = None
 ) -> tuple[TrainState, Metrics]:
     """The updates of one phase, as a scan over the rows of `indices`; metrics are summed up by `summarize`.
 
@@ -158,13 +172,14 @@ def run_updates(
       batch: with the evidence that the update's loss reads.
       key: consumed.
       indices: int32 [U, g], the prompts of each of U mini-batches.
+      frozen: parameters that the state's lie over.
 
     A scan makes one program of it. The trainer calls the same `update` once per mini-batch instead (see `update_keys`).
     """
 
     def one(state: TrainState, per_update: tuple[Array, Array]) -> tuple[TrainState, Metrics]:
         prompts, update_key = per_update
-        return update(state, batch.select(prompts), update_key)
+        return update(state, batch.select(prompts), update_key, frozen)
 
     state, metrics = jax.lax.scan(one, state, (indices, update_keys(key, indices.shape[0])))
     return state, summarize(metrics)
