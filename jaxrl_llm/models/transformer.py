@@ -69,8 +69,8 @@ def _rms_norm(config: TransformerConfig, x: Array, weight: Array) -> Array:
     """x / √(mean x² + eps) · weight over the last axis, in at least float32 and rounded once."""
     high = x.astype(jnp.promote_types(x.dtype, jnp.float32))
     scaled = high * jax.lax.rsqrt(jnp.mean(high * high, -1, keepdims=True) + config.norm_eps)
-    weight = weight.astype(high.dtype) + (1 if config.norm_plus_one else 0)
-    return (scaled * weight[(None,) * (x.ndim - 1)]).astype(x.dtype)
+    weight = weight.astype(high.dtype)[(None,) * (x.ndim - 1)]
+    return (scaled * (1 + weight if config.norm_plus_one else weight)).astype(x.dtype)
 
 
 def _dense(config: TransformerConfig, x: Array, layer: dict[str, Array]) -> Array:
