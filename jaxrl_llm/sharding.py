@@ -1,7 +1,8 @@
 """Where arrays live: the mesh, the rules from logical axes to mesh axes, and the constraints that keep activations
 there.
 
-Mesh axes: `data` (rows), `fsdp` (rows, and parameters cut along their `embed` axis), `tensor` (heads, mlp, vocabulary).
+Mesh axes: `data` (rows), `fsdp` (rows, and parameters cut along their `embed` axis), `tensor` (heads, mlp, vocabulary,
+experts).
 Rows of a batch are spread over data and fsdp together. On one device every rule is the identity.
 """
 
@@ -31,6 +32,8 @@ RULES: dict[str, str | tuple[str, ...]] = {
     "kv_heads": "tensor",
     "mlp": "tensor",
     "vocab": "tensor",
+    "expert": "tensor",
+    "blocks": AXES,  # of tokens that go to one expert
 }  # any other logical axis ("layers", None) is not cut
 
 
@@ -78,8 +81,13 @@ class Layout:
         return NamedSharding(self.mesh, PartitionSpec(*(RULES.get(axis) if axis else None for axis in axes)))
 
     def constrain(self, x: Array, axes: tuple[str | None, ...]) -> Array:
-        """x, kept in the layout of its logical axes (for use under jit)."""
-        return x if self.mesh.size == 1 else jax.lax.with_sharding_constraint(x, self.named(axes))
+        """x, kept in the layout of its logical axes (for use under jit); blocks stay whole where the mesh does not
+        divide their number, which no config decides on."""
+        if self.mesh.size == 1:
+            return x
+        whole = [axis == "blocks" and size % self.mesh.size > 0 for size, axis in zip(x.shape, axes, strict=True)]
+        axes = tuple(None if w else axis for w, axis in zip(whole, axes, strict=True))
+        return jax.lax.with_sharding_constraint(x, self.named(axes))
 
     def constrain_rows(self, tree: Any) -> Any:
         """Every leaf, kept with its leading axis over data and fsdp."""

@@ -22,6 +22,7 @@ import numpy as np
 
 from jaxrl_llm.compiled import Compiled, CompiledStep, compile_step
 from jaxrl_llm.loading import abstract_state, build_program, load_inputs, state_shardings
+from jaxrl_llm.models.architecture import MoeConfig
 from jaxrl_llm.models.transformer import init_params, make_transformer
 from jaxrl_llm.sharding import RULES, Layout, make_mesh
 from jaxrl_llm.steps.phases import Program, gen, make_program
@@ -202,6 +203,33 @@ def train() -> dict[str, Any]:
     return found | {"single": {name: costs(c, p) for name, c in phases(alone)}}
 
 
+# Experts
+
+
+def experts() -> dict[str, dict[str, Any]]:
+    """mesh -> loss, gradients and FLOPs of one device for a mixture of experts: of many tokens, and of few."""
+    shape, found = dataclasses.replace(SHAPE, moe=MoeConfig(num_experts=16, per_token=2, width=32, normalized=True)), {}
+    params = jax.tree.map(lambda x: 6 * x if x.ndim > 2 else x, init_params(make_transformer(shape), jax.random.key(0)))
+    for mesh in ("single", *MESHES):
+        where = layout(mesh)
+        model = make_transformer(shape, constrain=where.constrain)
+
+        def loss(params: Params, tokens: Array, model: Model = model) -> Array:
+            positions = jnp.broadcast_to(jnp.arange(tokens.shape[1])[None], tokens.shape)
+            hidden, _ = model.forward(params, tokens, positions, jnp.ones_like(tokens))
+            return jax.nn.logsumexp(model.heads["logits"](params, hidden), -1).mean()
+
+        shardings = where.params(model.declare())
+        given = jax.device_put(params, shardings)
+        graded = jax.jit(jax.value_and_grad(loss), out_shardings=(where.replicated, shardings))
+        for name, length in (("many", 32), ("few", 2)):
+            tokens = where.put_rows(np.random.default_rng(0).integers(0, tiny.VOCAB, (16, length), np.int32))
+            compiled: Any = graded.lower(given, tokens).compile()
+            result = jax.tree.map(np.asarray, compiled(given, tokens))
+            found.setdefault(name, {})[mesh] = {"result": result, "flops": compiled.cost_analysis()["flops"]}
+    return found
+
+
 def placed(where: Layout) -> dict[str, Any]:
     """Which rows `put_rows` gives to how many devices; the shapes, whole and in part, of what is constrained."""
 
@@ -268,6 +296,7 @@ JOBS = {
     "grpo": functools.partial(replay, "grpo"),
     "ppo": functools.partial(replay, "ppo"),
     "sample": sample,
+    "experts": experts,
     "train": train,
 }
 

@@ -23,7 +23,7 @@ from jaxrl_llm.models.families import transformer_config
 from jaxrl_llm.models.tensor_files import INDEX, WEIGHTS
 from jaxrl_llm.models.transformer import make_transformer
 
-FIXTURES = Path(__file__).parent / "fixtures" / "llama"
+FIXTURES = Path(__file__).parent / "fixtures" / "models"
 CASES = sorted(path.name for path in FIXTURES.iterdir())
 Tensors = dict[str, np.ndarray]
 
@@ -84,6 +84,23 @@ def same(a: Any, b: Any) -> bool:
         ("untied", lambda t: t.pop("lm_head.weight"), ["'lm_head.weight'", "missing"]),
         ("tied", lambda t: t.update({"lm_head.weight": np.ones((97, 32), np.float32)}), ["tie_word_embeddings"]),
         ("bias", lambda t: t.pop("model.layers.0.self_attn.q_proj.bias"), ["missing", "q_proj.bias"]),
+        # A fused tensor is one tensor, whose parts cannot be of other sizes together.
+        (
+            "phi3",
+            lambda t: t.update({"model.layers.1.self_attn.qkv_proj.weight": np.ones((63, 32), np.float32)}),
+            ["'model.layers.1.self_attn.qkv_proj.weight'", "(64, 32)", "(63, 32)"],
+        ),
+        ("phi3", lambda t: t.pop("model.layers.0.mlp.gate_up_proj.weight"), ["1 tensor missing", "gate_up_proj"]),
+        (
+            "qwen3_moe",
+            lambda t: t.pop("model.layers.1.mlp.experts.7.up_proj.weight"),
+            ["1 tensor missing", "'model.layers.1.mlp.experts.7.up_proj.weight'"],
+        ),
+        (
+            "qwen3_moe",
+            lambda t: t.update({"model.layers.1.mlp.experts.8.up_proj.weight": np.ones((16, 32), np.float32)}),
+            ["does not ask for", "experts.8.up_proj"],
+        ),
     ],
 )
 def test_what_is_wrong_is_refused_by_name(tmp_path: Path, case: str, change: Any, words: list[str]) -> None:

@@ -23,6 +23,8 @@ from jax.sharding import PartitionSpec as P
 
 from jaxrl_llm.config import check_devices
 from jaxrl_llm.errors import UserError
+from jaxrl_llm.models.architecture import MoeConfig
+from jaxrl_llm.models.transformer import make_transformer
 from jaxrl_llm.sharding import AXES, BATCH_AXES, Layout, make_mesh
 from jaxrl_llm.steps.optimizer import make_optimizer
 from jaxrl_llm.types import Batch
@@ -119,6 +121,14 @@ def test_activations_stay_where_their_rows_are(result: Callable[[str], Any], cas
     assert result(case)[mesh]["gathers"] == {}
 
 
+@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("tokens", ["many", "few"])
+def test_experts_give_the_same_on_every_mesh(result: Callable[[str], Any], tokens: str, mesh: str) -> None:
+    found, single = result("experts")[tokens][mesh], result("experts")[tokens]["single"]
+    assert_close(found["result"], single["result"])
+    assert found["flops"] < 1.6 / 8 * single["flops"]
+
+
 # The trainer's compiled phases
 
 
@@ -175,6 +185,16 @@ def abstract_layout(**sizes: int) -> Layout:
     """A layout that is only asked for shardings, on devices that are not there."""
     mesh: Any = AbstractMesh(tuple(sizes.get(axis, 1) for axis in AXES), AXES, axis_types=(AxisType.Auto,) * len(AXES))
     return Layout(mesh)
+
+
+def test_experts_are_cut_by_expert() -> None:
+    shape = dataclasses.replace(tiny.SHAPE, moe=MoeConfig(num_experts=4, per_token=2, width=8, normalized=True))
+    layout = abstract_layout(data=2, fsdp=2, tensor=2)
+    layers = jax.tree.map(lambda s: s.spec, layout.params(make_transformer(shape).declare()))["layers"]
+    assert layers["experts"]["gate"] == layers["experts"]["up"] == P(None, "tensor", "fsdp", None)
+    assert layers["experts"]["down"] == P(None, "tensor", None, "fsdp")
+    with pytest.raises(UserError, match=r"tensor = 8: does not divide the axis 'expert' \(4\) of layers.experts.down"):
+        abstract_layout(tensor=8).params(make_transformer(shape).declare())
 
 
 def test_a_mesh_has_named_axes_that_the_compiler_fills() -> None:

@@ -8,6 +8,8 @@ response's own keys are two such sets: bifurcated attention (Athiwaratkun et al.
 
 from __future__ import annotations
 
+from typing import Any
+
 import chex
 import jax
 import jax.numpy as jnp
@@ -17,9 +19,11 @@ from jaxrl_llm.types import Array
 # The log-sum-exp over no keys at all: finite, so that differences of two such stay 0 and never become NaN.
 EMPTY = -1e30
 
+Window = Array | int | None  # int32 [], how many positions back a query sees, itself included; None: all
+
 
 def visible(
-    q_pos: Array, kv_pos: Array, q_seg: Array, kv_seg: Array, q_prefix: Array | None = None, window: Array | None = None
+    q_pos: Array, kv_pos: Array, q_seg: Array, kv_seg: Array, q_prefix: Array | None = None, window: Window = None
 ) -> Array:
     """bool [B, T, S]: which keys each query sees.
 
@@ -51,14 +55,16 @@ def attend(
     *,
     scale: float,
     q_prefix: Array | None = None,
-    window: Array | None = None,
+    window: Window = None,
+    softcap: float | None = None,
 ) -> tuple[Array, Array]:
     """softmax(scale · q kᵀ) v over the visible keys, and the log-sum-exp of the scores.
 
     Args:
       q: [B, T, H, D]; k, v: [B, S, KV, D] with H a multiple of KV (query heads share keys in order).
       q_pos, q_seg, q_prefix: int32 [B, T]; kv_pos, kv_seg: int32 [B, S]. See `visible`.
-      window: int32 [] or None, how many positions back a query sees, itself included.
+      window: how many positions back a query sees, itself included.
+      softcap: if given, scores become softcap · tanh(scores / softcap) before they are masked.
 
     Returns:
       out [B, T, H, D] in v's dtype (0 where nothing is visible) and lse [B, T, H] in at least float32 (`EMPTY` there).
@@ -70,6 +76,8 @@ def attend(
     grouped = q.reshape(batch, length, kv_heads, heads // kv_heads, size)
     accumulate = jnp.promote_types(q.dtype, jnp.float32)
     scores = jnp.einsum("btkmd,bskd->bkmts", grouped, k, preferred_element_type=accumulate) * scale
+    if softcap is not None:
+        scores = softcap * jnp.tanh(scores / softcap)
     seen = visible(q_pos, kv_pos, q_seg, kv_seg, q_prefix, window)[:, None, None]
     scores = jnp.where(seen, scores, EMPTY)
     # The maximum only keeps exp in range; no gradient flows through it.
@@ -92,7 +100,16 @@ def join(first: tuple[Array, Array], second: tuple[Array, Array]) -> tuple[Array
 
 
 def attend_blocks(
-    q: Array, k: Array, v: Array, positions: Array, mask: Array, *, blocks: tuple[int, int], scale: float
+    q: Array,
+    k: Array,
+    v: Array,
+    positions: Array,
+    mask: Array,
+    *,
+    blocks: tuple[int, int],
+    scale: float,
+    window: Window = None,
+    softcap: float | None = None,
 ) -> Array:
     """Attention in lines of a prompt and n responses to it, [B, P + n·R]: each response sees the prompt and itself.
 
@@ -101,17 +118,19 @@ def attend_blocks(
       positions: int32 [B, P + n·R], those of a response go on where its prompt ends.
       mask: int32 0/1 [B, P + n·R]
       blocks: (P, n).
+      window, softcap: see `attend`.
     """
     width, n = blocks
+    how: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap}
     lines = q.shape[0]
     tokens = (q, k, v, positions, mask)
     prompt, rest = tuple(x[:, :width] for x in tokens), tuple(x[:, width:] for x in tokens)
     own = tuple(x.reshape(lines * n, -1, *x.shape[2:]) for x in rest)
 
     def within(q: Array, k: Array, v: Array, where: Array, real: Array) -> tuple[Array, Array]:
-        return attend(q, k, v, where, where, real, real, scale=scale)
+        return attend(q, k, v, where, where, real, real, **how)
 
-    of_prompt = attend(rest[0], prompt[1], prompt[2], rest[3], prompt[3], rest[4], prompt[4], scale=scale)
+    of_prompt = attend(rest[0], prompt[1], prompt[2], rest[3], prompt[3], rest[4], prompt[4], **how)
     of_own = tuple(x.reshape(lines, -1, *x.shape[2:]) for x in within(*own))
     responses, _ = join(of_prompt, (of_own[0], of_own[1]))
     return jnp.concatenate([within(*prompt)[0], responses], 1)
@@ -125,7 +144,8 @@ def attend_cached(
     q_mask: Array,
     *,
     scale: float,
-    window: Array | None = None,
+    window: Window = None,
+    softcap: float | None = None,
 ) -> Array:
     """Attention of new tokens [B, T] over their row's prompt, shared by B/G consecutive rows, and their row's own
     slots.
@@ -133,7 +153,9 @@ def attend_cached(
     Args:
       prompt: k, v [G, P, KV, D] and the number of filled slots, int32 [G].
       own: k, v [B, R, KV, D] and the number of filled slots, int32 [B].
+      window, softcap: see `attend`.
     """
+    how: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap}
     rows, length, heads, _ = q.shape
     prompt_k, prompt_v, prompt_length = prompt
     k, v, filled = own
@@ -142,7 +164,7 @@ def attend_cached(
     start = jnp.repeat(prompt_length, rows // groups)
     slots = jnp.arange(k.shape[1])[None, :]
     own_seg = (slots < filled[:, None]).astype(jnp.int32)
-    result = attend(q, k, v, q_pos, start[:, None] + slots, q_seg, own_seg, scale=scale, window=window)
+    result = attend(q, k, v, q_pos, start[:, None] + slots, q_seg, own_seg, **how)
     if width == 0:
         return result[0]
 
@@ -159,7 +181,6 @@ def attend_cached(
         prompt_slots,
         by_prompt(q_seg),
         prompt_seg,
-        scale=scale,
-        window=window,
+        **how,
     )
     return join((out.reshape(q.shape), lse.reshape(rows, length, heads)), result)[0]

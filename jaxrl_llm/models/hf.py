@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
 from jaxrl_llm.errors import UserError
-from jaxrl_llm.models.families import HFConfig, Weight, find_family, transformer_config
+from jaxrl_llm.models.families import Weight, find_family, transformer_config
+from jaxrl_llm.models.hf_config import HFConfig
 from jaxrl_llm.models.tensor_files import (
     SHARD_BYTES,
     TensorFolder,
@@ -141,29 +142,65 @@ def load_params(folder: Path, declaration: Params, *, place: Place | None = None
     from jaxrl_llm.models import gguf
 
     files = gguf.tensors_of(folder) or TensorFolder(folder)
-    _check_tensors(files, declared, weights)
+    stored = _stored({path: p.shape for path, p in declared.items() if not _in_value_head(path)}, weights)
+    _check_tensors(files, stored, weights, tied="lm_head" not in declared and VALUE_HEAD not in declaration)
+    pieces: dict[str, list[tuple[str, _Piece]]] = {}
+    for name, tensor in stored.items():
+        for piece in tensor.pieces:
+            pieces.setdefault(piece.path, []).append((name, piece))
     fresh_key = jax.random.key(0) if key is None else key
     loaded = {}
     for i, (path, param) in enumerate(declared.items()):
         if _in_value_head(path):
             array = np.asarray(param.init(jax.random.fold_in(fresh_key, i), param.shape, param.dtype))
         else:
-            array = _read_leaf(files, weights[path], param)
+            array = np.empty(param.shape, param.dtype)
+            for name, piece in pieces[path]:
+                tensor = files.read(name)[piece.rows]
+                array[piece.index] = tensor.T if piece.transposed else tensor
         loaded[path] = place(path, array)
     return _unflatten(loaded)
 
 
-def _check_tensors(files: TensorFolder, declared: Mapping[str, Param], weights: Mapping[str, Weight]) -> None:
+class _Piece(NamedTuple):
+    """What one tensor of the files holds of one leaf."""
+
+    path: str
+    index: tuple[int, ...]  # where in the leaf: its layer, its expert
+    rows: slice  # of the tensor in the files
+    transposed: bool
+
+
+class _Stored(NamedTuple):
+    """One tensor of the files."""
+
+    shape: tuple[int, ...]
+    pieces: list[_Piece]
+
+
+def _stored(shapes: Mapping[str, tuple[int, ...]], weights: Mapping[str, Weight]) -> dict[str, _Stored]:
+    """Name in the files -> what stands there, of leaves of these shapes; names that share a leaf follow each other."""
+    found: dict[str, _Stored] = {}
+    for path in sorted(shapes, key=lambda path: weights[path].part):
+        weight = weights[path]
+        lead = sum(axis in weight.name for axis in ("{layer}", "{expert}"))
+        length, *rest = shapes[path][lead:][:: -1 if weight.transposed else 1]
+        for index in np.ndindex(shapes[path][:lead]):
+            name = weight.name.format(**dict(zip(("layer", "expert"), index, strict=False)))
+            (start, *_), before = found.get(name, _Stored((0,), []))
+            piece = _Piece(path, index, slice(start, start + length), weight.transposed)
+            found[name] = _Stored((start + length, *rest), [*before, piece])
+    return found
+
+
+def _check_tensors(
+    files: TensorFolder, expected: Mapping[str, _Stored], weights: Mapping[str, Weight], *, tied: bool
+) -> None:
     """Compares what the files hold with what is declared, by their headers alone."""
-    stored = {path: param for path, param in declared.items() if not _in_value_head(path)}
-    expected = {
-        name: shape for path, param in stored.items() for name, shape in _file_shapes(weights[path], param).items()
-    }
     found = {name for name in files.names if not name.endswith("rotary_emb.inv_freq")}  # a buffer of old files
     head, embed = weights["lm_head"].name, weights["embed"].name
     if head in found and head not in expected:
         found.remove(head)
-        tied = len(stored) == len(declared)  # and not a critic's, which has a value head instead
         if tied and embed in found and not np.array_equal(files.read(head), files.read(embed)):
             raise UserError(
                 f"{files.folder}: {CONFIG} says tie_word_embeddings, but {head!r} differs from {embed!r}; if the head "
@@ -173,28 +210,11 @@ def _check_tensors(files: TensorFolder, declared: Mapping[str, Param], weights: 
         raise UserError(f"{files.folder}: {_count(missing)} missing: {_list(missing)}")
     if unknown := sorted(found - set(expected)):
         raise UserError(f"{files.folder}: {_count(unknown)} that {CONFIG} does not ask for: {_list(unknown)}")
-    for name, shape in expected.items():
-        if files.shape(name) != shape:
+    for name, tensor in expected.items():
+        if files.shape(name) != tensor.shape:
             raise UserError(
-                f"{files.folder}: tensor {name!r}: {CONFIG} asks for shape {shape}, found {files.shape(name)}"
+                f"{files.folder}: tensor {name!r}: {CONFIG} asks for shape {tensor.shape}, found {files.shape(name)}"
             )
-
-
-def _file_shapes(weight: Weight, param: Param) -> dict[str, tuple[int, ...]]:
-    """Name in the files -> shape, for each layer of a leaf."""
-    per_layer = "{layer}" in weight.name
-    shape = param.shape[1:] if per_layer else param.shape
-    shape = shape[::-1] if weight.transposed else shape
-    return {weight.name.format(layer=i): shape for i in range(param.shape[0] if per_layer else 1)}
-
-
-def _read_leaf(files: TensorFolder, weight: Weight, param: Param) -> np.ndarray:
-    leaf = np.empty(param.shape, param.dtype)
-    rows = leaf if "{layer}" in weight.name else leaf[None]
-    for row, name in zip(rows, _file_shapes(weight, param), strict=True):
-        tensor = files.read(name)
-        row[...] = tensor.T if weight.transposed else tensor
-    return leaf
 
 
 def save_params(
@@ -228,8 +248,10 @@ def save_params(
     # torch_dtype is the name that transformers used before version 5.
     spellings = [k for k in ("dtype", "torch_dtype") if k in config] or ["dtype"]
     with new_folder(Path(folder)) as new:
-        tensors = ((name, tensor.astype(written, copy=False)) for name, tensor in _tensors(leaves, weights))
-        write_tensors(new, tensors if dtype else _tensors(leaves, weights), shard_bytes=shard_bytes)
+        tensors = _tensors(leaves, weights)
+        if dtype is not None:
+            tensors = ((name, tensor.astype(written, copy=False)) for name, tensor in tensors)
+        write_tensors(new, tensors, shard_bytes=shard_bytes)
         write_json(new / CONFIG, {**config, **dict.fromkeys(spellings, written.name)})
         if source is not None:
             copy_files(source, new, (*TOKENIZER_FILES, GENERATION))
@@ -248,10 +270,11 @@ def _check_params(leaves: Mapping[str, Any], declared: Mapping[str, Param]) -> N
 
 
 def _tensors(leaves: Mapping[str, Any], weights: Mapping[str, Weight]) -> Iterator[tuple[str, np.ndarray]]:
-    for path, leaf in leaves.items():
-        weight, array = weights[path], np.asarray(leaf)
-        for i, row in enumerate(array if "{layer}" in weight.name else array[None]):
-            yield weight.name.format(layer=i), row.T if weight.transposed else row
+    held: dict[str, np.ndarray] = {}  # of the leaves, those that the last tensor is made of
+    for name, tensor in _stored({path: leaf.shape for path, leaf in leaves.items()}, weights).items():
+        held = {p.path: held[p.path] if p.path in held else np.asarray(leaves[p.path]) for p in tensor.pieces}
+        parts = [held[p.path][p.index].T if p.transposed else held[p.path][p.index] for p in tensor.pieces]
+        yield name, parts[0] if len(parts) == 1 else np.concatenate(parts)
 
 
 def _in_value_head(path: str) -> bool:
