@@ -255,8 +255,10 @@ def save_params(
     # torch_dtype is the name that transformers used before version 5.
     spellings = [k for k in ("dtype", "torch_dtype") if k in config] or ["dtype"]
     with new_folder(Path(folder)) as new:
-        tensors = ((name, tensor.astype(written, copy=False)) for name, tensor in _tensors(leaves, weights))
-        write_tensors(new, tensors if dtype else _tensors(leaves, weights), shard_bytes=shard_bytes)
+        tensors = _tensors(leaves, weights)
+        if dtype is not None:
+            tensors = ((name, tensor.astype(written, copy=False)) for name, tensor in tensors)
+        write_tensors(new, tensors, shard_bytes=shard_bytes)
         write_json(new / CONFIG, {**config, **dict.fromkeys(spellings, written.name)})
         if source is not None:
             copy_files(source, new, (*TOKENIZER_FILES, GENERATION))

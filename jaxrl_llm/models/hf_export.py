@@ -54,8 +54,9 @@ def portable_config(config: Mapping[str, Any]) -> dict[str, Any]:
     found |= {"dtype": dtype, "torch_dtype": dtype}
     rope = config.get("rope_parameters")
     if isinstance(rope, Mapping) and "rope_theta" in rope and not config.get("rope_scaling"):
-        scaling = {key: value for key, value in rope.items() if key != "rope_theta"}
-        found["rope_theta"] = rope["rope_theta"]
+        top = {key: rope[key] for key in ("rope_theta", "partial_rotary_factor") if key in rope}
+        scaling = {key: value for key, value in rope.items() if key not in top}
+        found |= top
         if scaling.get("rope_type", "default") != "default":
             found["rope_scaling"] = scaling
     return found
