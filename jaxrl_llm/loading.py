@@ -250,26 +250,39 @@ def policy_params(
     Raises:
       UserError, StorageError: naming what is missing or does not fit.
     """
-    declaration = model.declare()
     if run is not None:
-        trained = overlay(config, declaration) if config.model.lora_rank else declaration
-        checkpoints = Checkpoints(Path(run) / "checkpoints")
-        shapes = jax.tree.map(
-            lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
-            abstract(trained),
-            layout.params(trained),
-        )
-        step = checkpoints.latest_step() if step is None else step
-        state, _ = checkpoints.restore({"actor": {"params": shapes}}, step, partial=True)
-        params = state["actor"]["params"]
+        params, step = trained_params(config, model, layout, run, step)
         if config.model.lora_rank:
             base, _ = policy_params(config, model, layout, folder)
             params = jax.jit(partial(merged, config))(join(params, base))
-        return params, step or 0
+        return params, step
     key = init_key(config.seed, 0)
     if config.model.fresh:
-        return jax.jit(lambda key: init_params(model, key), out_shardings=layout.params(declaration))(key), 0
+        return jax.jit(lambda key: init_params(model, key), out_shardings=layout.params(model.declare()))(key), 0
     return load_model_params(folder, model, layout, key), 0
+
+
+def trained_params(
+    config: Config, model: Model, layout: Layout, run: str | Path, step: int | None = None
+) -> tuple[Params, int]:
+    """What a run trains of its actor, all parameters or a LoRA overlay, from a checkpoint, whose step is returned too.
+
+    Args:
+      step: None is the newest.
+
+    Raises:
+      StorageError: naming what is missing or does not fit.
+    """
+    declared = overlay(config, model.declare()) if config.model.lora_rank else model.declare()
+    checkpoints = Checkpoints(Path(run) / "checkpoints")
+    shapes = jax.tree.map(
+        lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
+        abstract(declared),
+        layout.params(declared),
+    )
+    step = checkpoints.latest_step() if step is None else step
+    state, _ = checkpoints.restore({"actor": {"params": shapes}}, step, partial=True)
+    return state["actor"]["params"], step or 0
 
 
 def state_shardings(program: Program) -> RunState:
