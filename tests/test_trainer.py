@@ -238,6 +238,7 @@ LORA = {
     "model__scan_layers": False,
     "critic__freeze_trunk": True,
     "reference__sync_steps": 0,
+    "reference__sync_alpha": 1.0,
 }
 STEPS = {"grpo": GRPO, "ppo, critic warm-up": {**PPO, "critic__warmup_steps": 1}, "remax": REMAX, "lora": LORA}
 
