@@ -24,7 +24,7 @@ from jaxrl_llm.models.lora import join
 from jaxrl_llm.models.transformer import init_params, make_transformer
 from jaxrl_llm.rewards import RewardSet, make_rewards
 from jaxrl_llm.sharding import Layout, abstract, make_mesh
-from jaxrl_llm.steps.phases import Program, Training, make_program, merged, overlay
+from jaxrl_llm.steps.phases import Program, Training, declare_frozen, frozen, make_program, merged, overlay
 from jaxrl_llm.steps.rollout import StopRules
 from jaxrl_llm.steps.step import init_key
 from jaxrl_llm.tokenizer import load_tokenizer, stop_automaton, token_bytes
@@ -119,7 +119,7 @@ def make_models(config: Config, inputs: Inputs, layout: Layout) -> tuple[Model, 
       UserError: a model is too small for the tokenizer's ids or for the lengths of prompts and responses.
     """
     known_ids = max(inputs.tokenizer.get_vocab().values()) + 1
-    frozen = config.model.lora_rank > 0  # what is never updated needs no more digits than it is computed with
+    with_lora = config.model.lora_rank > 0  # what is never updated needs no more digits than it is computed with
 
     def model(folder: Path, value_head: bool) -> Model:
         shape = transformer_config(hf.read_config(folder))
@@ -132,11 +132,11 @@ def make_models(config: Config, inputs: Inputs, layout: Layout) -> tuple[Model, 
                 f"{shape.max_positions} positions (max_position_embeddings)"
             )
         # Rows of the embedding past the tokenizer's vocabulary are padding: never sampled, never counted.
-        scale = config.model.lora_alpha / config.model.lora_rank if frozen else 1.0
+        scale = config.model.lora_alpha / config.model.lora_rank if with_lora else 1.0
         shape = dataclasses.replace(shape, real_vocab_size=min(shape.vocab_size, known_ids), lora_scale=scale)
         return make_transformer(
             shape,
-            param_dtype=jnp.dtype(config.model.param_dtype if value_head or not frozen else config.model.dtype),
+            param_dtype=jnp.dtype(config.model.param_dtype if value_head or not with_lora else config.model.dtype),
             compute_dtype=jnp.dtype(config.model.dtype),
             remat=config.model.remat,
             value_head=value_head,
@@ -233,7 +233,9 @@ def frozen_base(program: Program, inputs: Inputs) -> Params | None:
     """The actor's folder, frozen, if a role's parameters lie over it."""
     if not need_base(program.config):
         return None
-    return policy_params(program.config, program.actor_model, program.layout, inputs.folder)[0]
+    params, _ = policy_params(program.config, program.actor_model, program.layout, inputs.folder)
+    shardings = program.layout.params(declare_frozen(program.config, program.actor_model))
+    return jax.jit(partial(frozen, program.config), out_shardings=shardings)(params)
 
 
 def policy_params(
@@ -260,6 +262,18 @@ def policy_params(
     if config.model.fresh:
         return jax.jit(lambda key: init_params(model, key), out_shardings=layout.params(model.declare()))(key), 0
     return load_model_params(folder, model, layout, key), 0
+
+
+def ordinary_policy(program: Program, inputs: Inputs, state: RunState) -> Params:
+    """The policy of a state as an ordinary model's parameters: a LoRA overlay merged into the folder's own weights,
+    which are read again where the frozen ones are quantized."""
+    config = program.config
+    if not config.model.lora_rank:
+        return state.actor.params
+    base = state.base
+    if config.model.quantize_base != "none":
+        base, _ = policy_params(config, program.actor_model, program.layout, inputs.folder)
+    return jax.jit(partial(merged, config))(join(state.actor.params, base))
 
 
 def trained_params(
@@ -302,7 +316,7 @@ def state_shardings(program: Program) -> RunState:
         reference=actor if program.ref and not program.reference_is_base else None,
         kl_coef=whole,
         step=whole,
-        base=actor if need_base(program.config) else None,
+        base=layout.params(declare_frozen(program.config, program.actor_model)) if need_base(program.config) else None,
     )
 
 

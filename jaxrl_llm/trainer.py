@@ -11,7 +11,6 @@ import shutil
 import time
 import warnings
 from collections.abc import Iterator, Mapping
-from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple, Self
@@ -26,14 +25,22 @@ from jaxrl_llm.config import Config, notices, resume_differences, to_json
 from jaxrl_llm.data import PromptBatch, PromptData, epoch_steps
 from jaxrl_llm.errors import RunAborted, UserError
 from jaxrl_llm.evaluation import Evaluator, make_evaluator, response_texts, score_texts
-from jaxrl_llm.loading import abstract_state, build_program, frozen_base, initial_state, load_inputs, make_layout
+from jaxrl_llm.loading import (
+    abstract_state,
+    build_program,
+    frozen_base,
+    initial_state,
+    load_inputs,
+    make_layout,
+    ordinary_policy,
+)
 from jaxrl_llm.metrics import extras_metrics, timing_metrics, variance_proxy
 from jaxrl_llm.models.hf_export import export_policy
 from jaxrl_llm.models.lora import count
 from jaxrl_llm.rewards import Scores
 from jaxrl_llm.samples import rollout_rows, sample_rows
 from jaxrl_llm.sharding import abstract_like
-from jaxrl_llm.steps.phases import Program, merged
+from jaxrl_llm.steps.phases import Program
 from jaxrl_llm.steps.sampling import Sampling
 from jaxrl_llm.steps.step import prefixed
 from jaxrl_llm.steps.update import summarize
@@ -345,8 +352,7 @@ class Run:
         folder = self._workdir / "model"
         if folder.exists():  # of this run, when it was shorter
             shutil.rmtree(folder)
-        policy = jax.jit(partial(merged, self.config))(self._program.policy(self._state))
-        export_policy(folder, policy, self._inputs.folder)
+        export_policy(folder, ordinary_policy(self._program, self._inputs, self._state), self._inputs.folder)
         self._note(f"model: {folder}")
 
     def _write(self, step: int, metrics: Metrics) -> None:

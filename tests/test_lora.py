@@ -20,11 +20,12 @@ from jaxrl_llm.export import export
 from jaxrl_llm.models import hf, lora
 from jaxrl_llm.models.declare import init_declared
 from jaxrl_llm.models.peft import export_adapter
+from jaxrl_llm.models.quantize import declare_quantized, quantize_kernels
 from jaxrl_llm.models.transformer import make_transformer, unstack_layers
 from jaxrl_llm.steps.phases import make_program
 from jaxrl_llm.steps.step import make_step, step_key
 from jaxrl_llm.trainer import fit
-from jaxrl_llm.types import Params
+from jaxrl_llm.types import Param, Params
 from tests import tiny, tiny_folder
 
 RANK, ALPHA = 3, 12.0
@@ -113,9 +114,26 @@ def test_what_is_trained_cannot_be_frozen_too() -> None:
     assert lora.join({"a": 1}, None) == {"a": 1}
 
 
-def test_a_quantized_kernel_keeps_its_overlay() -> None:
-    layer = {"kernel": jnp.ones((1, 2, 2), jnp.int8), "lora_a": jnp.ones((1, 2, 1)), "lora_b": jnp.ones((1, 1, 2))}
-    assert lora.merge({"layers": {"q": layer}}, 1.0)["layers"]["q"].keys() == layer.keys()
+def test_quantized_kernels_are_within_half_a_level_and_keep_their_overlay() -> None:
+    quantized = quantize_kernels(tiny.params())
+    declared = jax.tree.map(
+        lambda p: (p.shape, p.dtype), declare_quantized(MODEL.declare()), is_leaf=lambda x: isinstance(x, Param)
+    )
+    assert jax.tree.map(lambda x: (x.shape, x.dtype), quantized) == declared
+    for name in MATRICES:
+        layer, kernel = quantized["layers"][name], tiny.params()["layers"][name]["kernel"]
+        scale = np.asarray(layer["scale"])[:, None, :]
+        error = np.abs(np.asarray(layer["kernel"], np.float32) * scale - np.asarray(kernel))
+        assert (error <= 0.501 * scale).all() and np.abs(layer["kernel"]).max() == 127
+    joined = lora.join(overlay(), quantized)
+    kept = jax.tree.map(np.testing.assert_array_equal, lora.merge(joined, SCALE), joined)
+    assert kept["layers"]["q"].keys() == {"kernel", "scale", "lora_a", "lora_b"}
+    whole = {
+        name: {"kernel": layer["kernel"] * layer["scale"][:, None, :]} if name in MATRICES else layer
+        for name, layer in quantized["layers"].items()
+    }
+    dequantized = lora.join(overlay(), {**quantized, "layers": whole})
+    np.testing.assert_allclose(hidden(joined), hidden(dequantized), rtol=2e-4, atol=2e-4)
 
 
 # What is trained
@@ -156,6 +174,7 @@ def test_a_step_trains_the_overlay_and_the_value_head_alone() -> None:
 
 LORA: dict[str, Any] = {
     "model__lora_rank": 2,
+    "model__quantize_base": "int8",
     "actor__use_kl_loss": True,
     "optimizer__lr": 0.05,
     "trainer__rollout_dump": False,
@@ -220,6 +239,7 @@ def test_what_cannot_be_an_adapter_is_refused(run: tuple[Path, Any], tmp_path: P
     ("overrides", "message"),
     [
         ({"model__fresh": True}, "corrections of random parameters"),
+        ({"model__lora_rank": 0, "model__quantize_base": "int8"}, "only what LoRA leaves frozen can be quantized"),
         ({"model__target_modules": ()}, "nothing would be trained"),
         ({"reference__sync_steps": 2, "actor__use_kl_loss": True}, "the reference is the model without its overlay"),
         ({"critic__freeze_trunk": True}, "there is no critic"),
@@ -231,4 +251,4 @@ def test_what_cannot_be_an_adapter_is_refused(run: tuple[Path, Any], tmp_path: P
 )
 def test_what_the_config_refuses(overrides: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
-        tiny.config(model__lora_rank=2, **overrides)
+        tiny.config(**{"model__lora_rank": 2, **overrides})

@@ -19,6 +19,7 @@ from jaxrl_llm.config_rules import chosen_estimator, chosen_policy_loss, loss_ag
 from jaxrl_llm.metrics import data_metrics
 from jaxrl_llm.models.declare import VALUE_HEAD, init_declared
 from jaxrl_llm.models.lora import declare_overlay, join, merge
+from jaxrl_llm.models.quantize import declare_quantized, quantize_kernels
 from jaxrl_llm.models.transformer import stack_layers, unstack_layers
 from jaxrl_llm.sharding import Layout
 from jaxrl_llm.steps.advantage import compute_advantages
@@ -95,7 +96,7 @@ class Program:
             raise ValueError(
                 f"the config has {'no critic' if self.critic is None else 'a critic'}, its parameters differ"
             )
-        base = actor if need_base(self.config) else None
+        base = frozen(self.config, actor) if need_base(self.config) else None
         trained = actor
         if self.actor.frozen:
             trained = init_declared(self.actor.declare(), jax.random.key(0) if key is None else key)
@@ -191,7 +192,21 @@ def sampler_view(config: Config, params: Params) -> Params:
     """The parameters as the sampler wants them: an overlay merged, in the compute dtype, layers apart if so
     configured."""
     dtype = jnp.dtype(config.model.dtype)
-    return _enter(config, jax.tree.map(lambda x: x.astype(dtype), merged(config, params)))
+
+    def cast(x: Array) -> Array:
+        return x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x  # whole numbers are quantized kernels
+
+    return _enter(config, jax.tree.map(cast, merged(config, params)))
+
+
+def frozen(config: Config, params: Params) -> Params:
+    """The actor's first parameters as they are kept beneath what is trained."""
+    return quantize_kernels(params) if config.model.quantize_base == "int8" else params
+
+
+def declare_frozen(config: Config, model: Model) -> Params:
+    """The declaration of `frozen`'s result."""
+    return declare_quantized(model.declare()) if config.model.quantize_base == "int8" else model.declare()
 
 
 def merged(config: Config, params: Params) -> Params:
