@@ -82,8 +82,9 @@ def score_values(model: Model, params: Params, batch: Batch) -> Array:
 
 
 def score_responses(model: Model, params: Params, batch: Batch) -> Array:
-    """A reward model's scores, float32 [B]: its head at the last token of each response (of the prompt, where a response
-    has none), which is `score_sequences` of prompt and response as one text. A prompt is computed once for its n responses.
+    """A reward model's scores, float32 [B]: its head at each response's last token (at the prompt's, if it has none).
+
+    That is `score_sequences` of prompt and response as one text, with a prompt computed once for its n responses.
     """
     hidden = _hidden_after(model, params, batch, batch.response_width)
     last = jnp.take_along_axis(hidden, batch.response_length[:, None, None], 1)[:, 0]
