@@ -1,4 +1,4 @@
-"""Writes a run's policy as a Hugging Face folder, for transformers, vLLM and llama.cpp's converter.
+"""Writes a run's policy, or its reward model, as a Hugging Face folder: for transformers, vLLM, llama.cpp's converter.
 
 python -m jaxrl_llm.export runs/addition models/addition
 python -m jaxrl_llm.export runs/addition models/addition-40 --step 40 --dtype bfloat16
@@ -13,7 +13,14 @@ from pathlib import Path
 
 from jaxrl_llm.command_line import load_config, run_config
 from jaxrl_llm.errors import exit_code, leave
-from jaxrl_llm.loading import load_inputs, make_layout, make_models, policy_params
+from jaxrl_llm.loading import (
+    holds_reward_model,
+    load_inputs,
+    make_layout,
+    make_models,
+    make_reward_model,
+    policy_params,
+)
 from jaxrl_llm.models.hf_export import export_policy
 
 
@@ -31,7 +38,10 @@ def export(run: str | Path, folder: str | Path, *, step: int | None = None, dtyp
     config = load_config(run_config(run))
     inputs = load_inputs(config, train=False)
     layout = make_layout(config)
-    model, _ = make_models(config, inputs, layout)
+    if holds_reward_model(run, step):
+        model = make_reward_model(config, inputs, layout)
+    else:
+        model, _ = make_models(config, inputs, layout)
     params, step = policy_params(config, model, layout, inputs.folder, run, step)
     export_policy(folder, params, inputs.folder, dtype=dtype)
     return step
@@ -50,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     def body() -> None:
         step = export(args.run, args.folder, step=args.step, dtype=args.dtype)
-        print(f"{args.folder}: the policy of {args.run} after step {step}")
+        print(f"{args.folder}: the model of {args.run} after step {step}")
 
     return exit_code(body)
 

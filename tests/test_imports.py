@@ -53,6 +53,8 @@ ALLOWED: dict[str, set[str]] = {
     "evaluate": HOST | {"command_line", "models", "steps", "loading", "compiled", "evaluation", "reward_scorer"},
     "fetch": BASE | {"models"},
     "sft": HOST | {"command_line", "models", "steps", "compiled", "trainer"},
+    "reward_model": HOST
+    | {"command_line", "models", "steps", "compiled", "evaluation", "exchanges", "loading", "trainer"},
     "export": {"command_line", "errors", "loading", "models"},
     "quickstart": BASE | {"models"},
     "generate": HOST | {"command_line", "models", "steps", "loading"},

@@ -62,12 +62,18 @@ def classifier_config(config: HFConfig, pad_token_id: int | None = None) -> dict
     (['Qwen2ForSequenceClassification'], {'0': 'LABEL_0'}, 3)
     """
     kind = config["model_type"]
-    name = PREFIXES.get(kind, kind.capitalize()) + hf.CLASSIFIER
+    name = (PREFIXES.get(kind) or str(kind).capitalize()) + hf.CLASSIFIER
     found = {**config, "architectures": [name], "id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
     found.pop("num_labels", None)  # which id2label says already
     if found.get("pad_token_id") is None and pad_token_id is not None:
         found["pad_token_id"] = pad_token_id
     return found
+
+
+def new_pad_id(folder: Path) -> int:
+    """The `pad_id` of a reward model that is made from the folder's model: its own, else its end token."""
+    found = pad_id(folder)
+    return hf.read_eos_ids(folder)[0] if found is None else found
 
 
 def pad_id(folder: Path) -> int | None:
