@@ -95,6 +95,9 @@ def _data() -> dict:
         "shuffle": True,  # a new order each epoch, a function of seed and epoch
         "prompt_key": "prompt",  # field of a record that holds the prompt: a string, or a list of chat messages
         "response_key": "response",  # field that holds the answer to learn from, for jaxrl_llm.sft alone
+        # For jaxrl_llm.reward_model alone, each response a text or a list of chat messages:
+        "chosen_key": "chosen",  # field that holds the better response
+        "rejected_key": "rejected",  # field that holds the worse one
         "prompt_template": "",  # with {field} of the record, instead of prompt_key: "What is {a}+{b}?"
         "chat_template": True,  # render prompts through the model's chat template; False: the bare text
         "system_prompt": "",  # first message of every chat; "": what the template does by itself
@@ -111,6 +114,22 @@ def _reward() -> dict:
         "functions": (),
         "weights": (),  # factor of each in the score; (): 1 each
         "data_sources": (),  # per function the record's data_source that it scores, "": all; (): all score all
+        # A reward model beside the functions, or alone: one more score of every response, named reward_model. A weight
+        # of 0 for a function makes it one that is only watched.
+        "model": {
+            "path": "",  # folder or hub id of a sequence classifier with one label; "": none
+            "weight": 1.0,  # factor of its score
+            # Tokens of prompt and response as it reads them; what is longer is cut at its end, which the metric
+            # reward_extra/reward_model/truncated counts. 0: rollout.prompt_length + rollout.response_length + 16, the
+            # latter for what a template writes around them (or what the model has positions for).
+            "max_length": 0,
+            "micro_batch_size": 0,  # rows per device at a time; 0: those of a training step
+            "chat_template": True,  # render both through its own chat template; False: the bare texts and its end token
+            "template_kwargs": {},  # variables for that template
+            # Of jaxrl_llm.reward_model alone: the loss takes this x (score of chosen + score of rejected)^2 beside it,
+            # which keeps scores around 0 (TRL's center_rewards_coefficient).
+            "center_coefficient": 0.0,
+        },
     }
 
 

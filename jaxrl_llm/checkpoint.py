@@ -74,6 +74,19 @@ class Checkpoints:
             self.close()  # so that the next save starts by cleaning up
             raise StorageError(f"{self.folder / str(step)}: cannot be saved: {error}") from error
 
+    def leaves(self, step: int) -> Mapping[str, str]:
+        """The leaves that a checkpoint says it holds, by their dotted paths: dtype and shape of each.
+
+        Raises:
+          StorageError: there is no such checkpoint, or it cannot be read.
+        """
+        if step not in self.steps():
+            raise StorageError(f"{self.folder / str(step)}: no complete checkpoint; there are {self.steps() or 'none'}")
+        try:
+            return self._read(step, meta=ocp.args.JsonRestore())["meta"]["manifest"]
+        except Exception as error:  # orbax and tensorstore raise all kinds
+            raise StorageError(f"{self.folder / str(step)}: cannot be read: {error}") from error
+
     def read_meta(self, step: int) -> dict[str, Any]:
         """What `save` was given beside the state.
 

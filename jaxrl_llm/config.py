@@ -77,6 +77,8 @@ class Data:
     shuffle: bool
     prompt_key: str
     response_key: str
+    chosen_key: str
+    rejected_key: str
     prompt_template: str
     chat_template: bool
     system_prompt: str
@@ -86,10 +88,22 @@ class Data:
 
 
 @dataclasses.dataclass(frozen=True)
+class RewardModel:
+    path: str
+    weight: float
+    max_length: Count
+    micro_batch_size: Count
+    chat_template: bool
+    template_kwargs: dict[str, Any]
+    center_coefficient: NotNegative
+
+
+@dataclasses.dataclass(frozen=True)
 class Reward:
     functions: tuple[str, ...]
     weights: tuple[float, ...]
     data_sources: tuple[str, ...]
+    model: RewardModel
 
 
 @dataclasses.dataclass(frozen=True)

@@ -185,9 +185,12 @@ def _sources(config: Config) -> Iterator[Broken]:
 
 
 def _rewards(config: Config) -> Iterator[Broken]:
-    functions = config.reward.functions
-    if not functions:
-        yield Broken(("reward.functions",), "must be given: at least one reward, by name or as module:function")
+    functions, model = config.reward.functions, config.reward.model
+    if not functions and not model.path:
+        text = (
+            "must be given: at least one reward, by name or as module:function (or a reward model: reward.model.path)"
+        )
+        yield Broken(("reward.functions",), text)
     for name in functions:
         try:
             registry.resolve(name)
@@ -197,6 +200,9 @@ def _rewards(config: Config) -> Iterator[Broken]:
         values = getattr(config.reward, key)
         if values and len(values) != len(functions):
             yield Broken((f"reward.{key}", "reward.functions"), "needs one per function, or none")
+    if model.template_kwargs and not model.chat_template:
+        keys = ("reward.model.template_kwargs", "reward.model.chat_template")
+        yield Broken(keys, "template variables need the chat template")
 
 
 def _batches(config: Config) -> Iterator[Broken]:
@@ -359,9 +365,17 @@ def chosen_estimator(config: Config) -> tuple[Estimator, dict[str, Any]]:
         "scale": algorithm.scale,
         "epsilon": algorithm.epsilon,
         "whiten": algorithm.whiten_advantages,
-        "weights": config.reward.weights or None,
+        "weights": _reward_weights(config),
     }
     return entry, _taken(shared, entry.options) | algorithm.estimator_kwargs
+
+
+def _reward_weights(config: Config) -> tuple[float, ...] | None:
+    """One for each column of the scores; None where all are 1."""
+    reward = config.reward
+    if not reward.model.path:
+        return reward.weights or None
+    return (*(reward.weights or (1.0,) * len(reward.functions)), reward.model.weight)
 
 
 def chosen_policy_loss(config: Config) -> tuple[PolicyLoss, dict[str, Any]]:

@@ -63,6 +63,7 @@ def evaluate(config: Config, *, run: str | None = None, samples: int = 4) -> dic
     from jaxrl_llm.compiled import Compiled
     from jaxrl_llm.evaluation import make_evaluator
     from jaxrl_llm.loading import build_program, load_inputs, make_layout, policy_params
+    from jaxrl_llm.reward_scorer import make_scorer
     from jaxrl_llm.steps.phases import train_sampling
     from jaxrl_llm.steps.sampling import Sampling
 
@@ -71,10 +72,14 @@ def evaluate(config: Config, *, run: str | None = None, samples: int = 4) -> dic
 
     inputs = load_inputs(config, train=False)
     layout = make_layout(config)
+    scorer, inputs = make_scorer(config, inputs, layout)
     program = build_program(config, inputs, layout, total_steps=1)
     params, step = policy_params(config, program.actor_model, layout, inputs.folder, run)
     if run is not None:
         report(f"checkpoint of step {step}")
+    if scorer:
+        scorer.load()
+        scorer.compile(report)
     view = Compiled("update_weights", program.update_weights, params, report=report)(params)
     results = {}
     for name, n, sampling in (("greedy", 1, Sampling(temperature=0.0)), ("sampled", samples, train_sampling(config))):

@@ -1,4 +1,4 @@
-"""Writes a run's policy as a Hugging Face folder, for transformers, vLLM and llama.cpp's converter.
+"""Writes a run's policy, or its reward model, as a Hugging Face folder: for transformers, vLLM, llama.cpp's converter.
 
 python -m jaxrl_llm.export runs/addition models/addition
 python -m jaxrl_llm.export runs/addition models/addition-40 --step 40 --dtype bfloat16
@@ -14,7 +14,15 @@ from pathlib import Path
 
 from jaxrl_llm.command_line import load_config, run_config
 from jaxrl_llm.errors import UserError, exit_code, leave
-from jaxrl_llm.loading import load_inputs, make_layout, make_models, policy_params, trained_params
+from jaxrl_llm.loading import (
+    holds_reward_model,
+    load_inputs,
+    make_layout,
+    make_models,
+    make_reward_model,
+    policy_params,
+    trained_params,
+)
 from jaxrl_llm.models import hf
 from jaxrl_llm.models.hf_export import export_policy
 from jaxrl_llm.models.peft import export_adapter
@@ -42,7 +50,10 @@ def export(
     config = load_config(run_config(run))
     inputs = load_inputs(config, train=False)
     layout = make_layout(config)
-    model, _ = make_models(config, inputs, layout)
+    if holds_reward_model(run, step):
+        model = make_reward_model(config, inputs, layout)
+    else:
+        model, _ = make_models(config, inputs, layout)
     if adapter:
         m = config.model
         if not m.lora_rank:
@@ -71,7 +82,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.adapter and args.dtype:
             raise UserError("--dtype: an adapter is written as it was trained; leave it out")
         step = export(args.run, args.folder, step=args.step, dtype=args.dtype, adapter=args.adapter)
-        print(f"{args.folder}: the policy of {args.run} after step {step}")
+        print(f"{args.folder}: the model of {args.run} after step {step}")
 
     return exit_code(body)
 

@@ -17,11 +17,11 @@ from jaxrl_llm.checkpoint import Checkpoints
 from jaxrl_llm.config import Config, Rollout, check_devices, need_base, need_critic, need_reference
 from jaxrl_llm.data import PromptData
 from jaxrl_llm.errors import UserError, naming
-from jaxrl_llm.models import hf
-from jaxrl_llm.models.declare import init_declared
+from jaxrl_llm.models import classifier, hf
+from jaxrl_llm.models.declare import SCORE, init_declared
 from jaxrl_llm.models.families import transformer_config
 from jaxrl_llm.models.lora import join
-from jaxrl_llm.models.transformer import init_params, make_transformer
+from jaxrl_llm.models.transformer import TransformerConfig, init_params, make_transformer
 from jaxrl_llm.rewards import RewardSet, make_rewards
 from jaxrl_llm.sharding import Layout, abstract, make_mesh
 from jaxrl_llm.steps.phases import Program, Training, declare_frozen, frozen, make_program, merged, overlay
@@ -54,7 +54,10 @@ def load_inputs(config: Config, *, train: bool = True) -> Inputs:
     with naming("config.model.path"):
         folder = hf.find_folder(config.model.path)
     tokenizer = load_tokenizer(folder)
-    rewards = make_rewards(config.reward.functions, config.reward.weights, config.reward.data_sources)
+    given = config.reward
+    rewards = RewardSet(())  # until a reward model comes in
+    if given.functions:
+        rewards = make_rewards(given.functions, given.weights, given.data_sources)
 
     def prompts(key: str, sources: Sequence[str], limit: int = 0) -> PromptData:
         data = config.data
@@ -77,7 +80,8 @@ def load_inputs(config: Config, *, train: bool = True) -> Inputs:
             limit=limit,
             config_key=f"config.{key}",
         )
-        rewards.check(found.records)
+        if not given.model.path:  # which scores them all
+            rewards.check(found.records)
         rewards.try_out(*found.first())
         return found
 
@@ -118,22 +122,17 @@ def make_models(config: Config, inputs: Inputs, layout: Layout) -> tuple[Model, 
     Raises:
       UserError: a model is too small for the tokenizer's ids or for the lengths of prompts and responses.
     """
-    known_ids = max(inputs.tokenizer.get_vocab().values()) + 1
     with_lora = config.model.lora_rank > 0  # what is never updated needs no more digits than it is computed with
 
     def model(folder: Path, value_head: bool) -> Model:
-        shape = transformer_config(hf.read_config(folder))
-        if (largest := _largest_id(config, inputs)) >= shape.vocab_size:
-            raise UserError(f"{folder}: the embedding has {shape.vocab_size} rows, and token id {largest} is in use")
-        length = config.rollout.prompt_length + config.rollout.response_length
-        if length > shape.max_positions:
+        shape = _shape(config, inputs, folder)
+        if not value_head and hf.is_classifier(hf.read_config(folder)):
             raise UserError(
-                f"config.rollout.prompt_length + config.rollout.response_length = {length}: {folder} has "
-                f"{shape.max_positions} positions (max_position_embeddings)"
+                f"{folder}: no language model, but a sequence classifier (a reward model is given as "
+                "config.reward.model.path)"
             )
-        # Rows of the embedding past the tokenizer's vocabulary are padding: never sampled, never counted.
         scale = config.model.lora_alpha / config.model.lora_rank if with_lora else 1.0
-        shape = dataclasses.replace(shape, real_vocab_size=min(shape.vocab_size, known_ids), lora_scale=scale)
+        shape = dataclasses.replace(shape, lora_scale=scale)
         return make_transformer(
             shape,
             param_dtype=jnp.dtype(config.model.param_dtype if value_head or not with_lora else config.model.dtype),
@@ -149,6 +148,49 @@ def make_models(config: Config, inputs: Inputs, layout: Layout) -> tuple[Model, 
                 _check_vocabulary(hf.find_folder(path), inputs)
     critic = model(_folder(config.critic.path, inputs), True) if need_critic(config) else None
     return model(inputs.folder, False), critic
+
+
+def make_reward_model(config: Config, inputs: Inputs, layout: Layout) -> Model:
+    """The model of `model.path` with a reward model's head, to be trained, without parameters.
+
+    Raises:
+      UserError: as `make_models`; or the folder is a sequence classifier with another number of labels than one, or
+        only a LoRA overlay would be trained.
+    """
+    if config.model.lora_rank:
+        raise UserError(
+            f"config.model.lora_rank = {config.model.lora_rank}: a reward model is trained whole; set it to 0"
+        )
+    if hf.is_classifier(hf.read_config(inputs.folder)):
+        with naming("config.model.path"):
+            classifier.check_reward_model(inputs.folder)
+    return make_transformer(
+        _shape(config, inputs, inputs.folder),
+        param_dtype=jnp.dtype(config.model.param_dtype),
+        compute_dtype=jnp.dtype(config.model.dtype),
+        remat=config.model.remat,
+        score_head=True,
+        constrain=layout.constrain,
+    )
+
+
+def _shape(config: Config, inputs: Inputs, folder: Path) -> TransformerConfig:
+    """
+    Raises:
+      UserError: the model is too small for the tokenizer's ids or for the lengths of prompts and responses.
+    """
+    shape = transformer_config(hf.read_config(folder))
+    if (largest := _largest_id(config, inputs)) >= shape.vocab_size:
+        raise UserError(f"{folder}: the embedding has {shape.vocab_size} rows, and token id {largest} is in use")
+    length = config.rollout.prompt_length + config.rollout.response_length
+    if length > shape.max_positions:
+        raise UserError(
+            f"config.rollout.prompt_length + config.rollout.response_length = {length}: {folder} has "
+            f"{shape.max_positions} positions (max_position_embeddings)"
+        )
+    # Rows of the embedding past the tokenizer's vocabulary are padding: never sampled, never counted.
+    known_ids = max(inputs.tokenizer.get_vocab().values()) + 1
+    return dataclasses.replace(shape, real_vocab_size=min(shape.vocab_size, known_ids))
 
 
 def _largest_id(config: Config, inputs: Inputs) -> int:
@@ -178,12 +220,14 @@ def _folder(path: str, inputs: Inputs) -> Path:
 
 
 def load_model_params(folder: Path, model: Model, layout: Layout, key: Array) -> Params:
-    """A folder's parameters, put on the mesh leaf by leaf; a value head, which no folder has, starts from the key.
+    """A folder's parameters, put on the mesh leaf by leaf; a value head, which no folder has, starts from the key, and
+    so does a reward model's head where the folder is a language model's.
 
     Raises:
       UserError: naming the tensors that are missing, unknown or of another shape.
     """
     declaration = model.declare()
+    fresh = {SCORE} & set(declaration) if not hf.is_classifier(hf.read_config(folder)) else ()
     shardings = {
         jax.tree_util.keystr(path, simple=True, separator="/"): sharding
         for path, sharding in jax.tree.flatten_with_path(layout.params(declaration))[0]
@@ -192,7 +236,7 @@ def load_model_params(folder: Path, model: Model, layout: Layout, key: Array) ->
     def place(path: str, array: np.ndarray) -> Any:
         return jax.device_put(array, shardings[path])
 
-    return hf.load_params(folder, declaration, place=place, key=key)
+    return hf.load_params(folder, declaration, place=place, key=key, fresh=fresh)
 
 
 def build_program(config: Config, inputs: Inputs, layout: Layout, total_steps: int) -> Program:
@@ -285,18 +329,32 @@ def trained_params(
       step: None is the newest.
 
     Raises:
+      UserError: the run's model is a reward model, and `model` is none.
       StorageError: naming what is missing or does not fit.
     """
     declared = overlay(config, model.declare()) if config.model.lora_rank else model.declare()
     checkpoints = Checkpoints(Path(run) / "checkpoints")
+    step = checkpoints.latest_step() if step is None else step
+    if step is not None and SCORE not in model.declare() and holds_reward_model(run, step):
+        raise UserError(f"{run}: is a run of jaxrl_llm.reward_model, whose model writes no text; export it instead")
     shapes = jax.tree.map(
         lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
         abstract(declared),
         layout.params(declared),
     )
-    step = checkpoints.latest_step() if step is None else step
     state, _ = checkpoints.restore({"actor": {"params": shapes}}, step, partial=True)
     return state["actor"]["params"], step or 0
+
+
+def holds_reward_model(run: str | Path, step: int | None = None) -> bool:
+    """Whether a run's checkpoint (None: the newest) is of a reward model.
+
+    Raises:
+      StorageError: there is none.
+    """
+    checkpoints = Checkpoints(Path(run) / "checkpoints")
+    step = checkpoints.latest_step() if step is None else step
+    return step is not None and f"actor.params.{SCORE}" in checkpoints.leaves(step)
 
 
 def state_shardings(program: Program) -> RunState:

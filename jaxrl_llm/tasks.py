@@ -65,6 +65,38 @@ def column_sums(
     return found
 
 
+def column_pairs(
+    split: str = "all", held_out: float = 0.1, seed: int = 0, copies: int = 1, data_source: str = "column_pairs"
+) -> list[dict[str, str]]:
+    """Pairs of a right and a wrong sum of two numbers below 100, in TRL's fields prompt, chosen, rejected.
+
+    Of the wrong ones half are ten off, as when a carry is forgotten or too many; the others have a digit changed, lost
+    or too many. Drawn by seed; the other arguments are as in `column_sums`.
+
+    >>> column_pairs()[4738]
+    {'prompt': '47+38=', 'chosen': '85', 'rejected': '75', 'answer': '85', 'data_source': 'column_pairs'}
+    """
+    _check_split(split, held_out)
+    draw, found = random.Random(seed), []
+    for a, b in _pairs(100, split, held_out, draw):
+        for _ in range(copies):
+            wrong = _wrong_sum(a, b, draw)
+            pair = {"prompt": f"{a}+{b}=", "chosen": str(a + b), "rejected": wrong, "answer": str(a + b)}
+            found.append({**pair, "data_source": data_source})
+    return found
+
+
+def _wrong_sum(a: int, b: int, draw: random.Random) -> str:
+    right = str(a + b)
+    if draw.random() < 0.5:
+        carries = a % 10 + b % 10 > 9
+        return str(a + b - 10 if carries else a + b + 10)
+    at, digit = draw.randrange(len(right)), draw.choice("0123456789")
+    kind = draw.choice(("changed", "lost", "added") if len(right) > 1 else ("changed", "added"))
+    wrong = right[:at] + ("" if kind == "lost" else digit) + right[at + (kind != "added") :]
+    return wrong if wrong != right else str(a + b + 1)
+
+
 def _pairs(base: int, split: str, held_out: float, draw: random.Random) -> Iterator[tuple[int, int]]:
     pairs = range(base**2) if base**2 <= MOST_RECORDS else draw.sample(range(base**2), MOST_RECORDS)
     tested = set(draw.sample(pairs, round(len(pairs) * held_out)))

@@ -103,10 +103,50 @@ def render_prompt(
         raise UserError("data.system_prompt needs data.chat_template=True")
     else:
         ids = _encode_plain(tokenizer, prompt, control)
+    return _begun(ids, control)
+
+
+def _begun(ids: list[int], control: _Control) -> list[int]:
+    """The ids behind exactly one BOS, if the tokenizer begins text with one."""
     if control.bos:
         while ids[:1] == control.bos:  # the template's own
             ids = ids[1:]
     return control.bos + ids
+
+
+def render_exchange(
+    tokenizer: PreTrainedTokenizerFast,
+    prompt: str | Chat,
+    response: str | Chat,
+    *,
+    eos_id: int,
+    chat_template: bool = True,
+    system_prompt: str | None = None,
+    template_kwargs: Mapping[str, Any] | None = None,
+) -> list[int]:
+    """The ids of a prompt and the response to it, as a reward model reads them.
+
+    With `chat_template` the response is the assistant's turn (or given as the messages that follow the prompt's), and
+    the template ends it; without, both are plain text and `eos_id` ends them. Neither text ever becomes a control
+    token. The other arguments and BOS are as in `render_prompt`.
+
+    Raises:
+      UserError: as `render_prompt`; or a response that is neither text nor messages.
+    """
+    control = _control_tokens(tokenizer)
+    if chat_template:
+        answer = [{"role": "assistant", "content": response}] if isinstance(response, str) else response
+        if not isinstance(answer, Sequence) or not answer:
+            raise UserError(f"a response is a string or a list of chat messages, found {response!r:.80}")
+        question = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        messages = _messages([*question, *answer], system_prompt)
+        kwargs = {**(template_kwargs or {}), "add_generation_prompt": False}
+        ids = _render_chat(tokenizer, messages, kwargs, control)
+    elif not isinstance(prompt, str) or not isinstance(response, str):
+        raise UserError("prompt or response is a list of chat messages, which needs the chat template")
+    else:
+        ids = [*(i for text in (prompt, response) for i in _encode_plain(tokenizer, text, control)), eos_id]
+    return _begun(ids, control)
 
 
 def encode_response(tokenizer: PreTrainedTokenizerFast, text: str, eos_id: int) -> list[int]:

@@ -26,6 +26,7 @@ from jaxrl_llm.data import PromptBatch, PromptData, epoch_steps
 from jaxrl_llm.errors import RunAborted, UserError
 from jaxrl_llm.evaluation import Evaluator, make_evaluator, response_texts, score_texts
 from jaxrl_llm.loading import (
+    Inputs,
     abstract_state,
     build_program,
     frozen_base,
@@ -37,6 +38,7 @@ from jaxrl_llm.loading import (
 from jaxrl_llm.metrics import extras_metrics, timing_metrics, variance_proxy
 from jaxrl_llm.models.hf_export import export_policy
 from jaxrl_llm.models.lora import count
+from jaxrl_llm.reward_scorer import RewardScorer, make_scorer
 from jaxrl_llm.rewards import Scores
 from jaxrl_llm.samples import rollout_rows, sample_rows
 from jaxrl_llm.sharding import abstract_like
@@ -91,10 +93,13 @@ class Run:
         epochs = epoch_steps(len(self._data), config.data.train_batch_size, config.trainer.epochs)
         self.total_steps = epochs if config.trainer.epochs else config.trainer.steps
         self._layout = make_layout(config)
+        self._scorer, self._inputs = self._make_scorer()
         self._program = self._make_program()
         self._checkpoints, changed = self._open_checkpoints(workdir)
         resumed = self._checkpoints.latest_step() if self._checkpoints else None
         self._state, self._cursor = self._restore(resumed)
+        if self._scorer:
+            self._scorer.load()
         self.step = int(self._state.step)
         # Opened last: a start that fails leaves the folder as it was.
         last = -1 if resumed is None else resumed
@@ -111,6 +116,8 @@ class Run:
         self._timers = Timers()
         try:
             if self.step < self.total_steps:
+                if self._scorer:
+                    self._scorer.compile(self._note)
                 self._compile()
             else:
                 self._note(f"nothing is left to do: step {self.step} of {self.total_steps} is done (trainer.steps)")
@@ -255,6 +262,9 @@ class Run:
         return jax.tree.map(jnp.copy, self._state)
 
     # Before the first step
+
+    def _make_scorer(self) -> tuple[RewardScorer | None, Inputs]:
+        return make_scorer(self.config, self._inputs, self._layout)
 
     def _make_program(self) -> Program:
         return build_program(self.config, self._inputs, self._layout, self.total_steps)

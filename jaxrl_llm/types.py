@@ -336,7 +336,8 @@ class Model:
       unseen is not computed. With a cache, segment_ids is a 0/1 mask: real tokens are written to the cache's slot
       `position - prompt_length` of their row and see the row's prompt and slots. hidden: compute dtype [B, T, D],
       normalized.
-    heads["logits"](params, hidden [..., D]) -> float32 [..., V];  heads["value"](params, hidden) -> float32 [...]
+    heads["logits"](params, hidden [..., D]) -> float32 [..., V];  heads["value"](params, hidden) -> float32 [...] of a
+    critic, heads["score"] likewise of a reward model
     """
 
     declare: Callable[[], Any]  # () -> tree of Param

@@ -42,7 +42,7 @@ def test_the_checkpoint_that_is_asked_for(
 ) -> None:
     folder, params = run
     assert export.main([str(folder), str(tmp_path / "out"), *options]) == 0
-    assert capsys.readouterr().out == f"{tmp_path / 'out'}: the policy of {folder} after step {step}\n"
+    assert capsys.readouterr().out == f"{tmp_path / 'out'}: the model of {folder} after step {step}\n"
     jax.tree.map(np.testing.assert_array_equal, read(tmp_path / "out"), jax.tree.map(lambda x: step * x, params))
 
 

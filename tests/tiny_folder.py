@@ -26,7 +26,7 @@ from transformers import PreTrainedTokenizerFast
 
 from configs import base
 from jaxrl_llm.config import Config, from_config_dict
-from jaxrl_llm.models import hf
+from jaxrl_llm.models import classifier, hf
 from jaxrl_llm.models.families import transformer_config
 from jaxrl_llm.models.transformer import init_params, make_transformer
 from jaxrl_llm.rewards import batched, jax_reward
@@ -117,6 +117,20 @@ def folder(poisoned: bool = False) -> Path:
         params["final_norm"] = jnp.nan * params["final_norm"]
     path = session_folder() / ("poisoned" if poisoned else "model")
     hf.save_params(path, params, LLAMA, generation={"eos_token_id": [EOS]})
+    tokenizer().save_pretrained(str(path))
+    return path
+
+
+@functools.cache
+def reward_folder() -> Path:
+    """A random reward model of the same shape and tokenizer. Its padding is not its end token."""
+    shape = classifier.classifier_config({**LLAMA, "pad_token_id": VOCABULARY["<unk>"]})
+    model = make_transformer(transformer_config(shape), score_head=True)
+    params = jax.jit(lambda key: init_params(model, key))(jax.random.key(3))
+    params = jax.tree.map(lambda x: 6 * x if x.ndim > 2 else x, params)
+    params |= {name: 20 * params[name] for name in ("embed", "score")}
+    path = session_folder() / "reward_model"
+    hf.save_params(path, params, shape, generation={"eos_token_id": [EOS]})
     tokenizer().save_pretrained(str(path))
     return path
 

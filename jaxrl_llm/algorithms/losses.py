@@ -1,4 +1,4 @@
-"""The losses that a trainer chooses from: policy losses by name, the value loss, and their shared parts.
+"""The losses that a trainer chooses from: policy losses by name, those of critic and reward model, and shared parts.
 
 The policy losses themselves are in `policy_losses` and `selective_losses`, aggregation in `aggregation`.
 """
@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from jaxrl_llm.algorithms.aggregation import AGGREGATIONS, Norm, aggregate, token_mean
 from jaxrl_llm.algorithms.correction import rollout_correction
-from jaxrl_llm.algorithms.masked import zero_outside
+from jaxrl_llm.algorithms.masked import masked_sum, safe_divide, zero_outside
 from jaxrl_llm.algorithms.policy_losses import (
     LossAndMetrics,
     cispo,
@@ -37,6 +37,7 @@ __all__ = [
     "Norm",
     "PolicyLoss",
     "aggregate",
+    "bradley_terry",
     "bypass_mode",
     "cispo",
     "clip_cov",
@@ -210,6 +211,42 @@ def value_loss(
     metrics = {"vf_clipfrac": token_mean(clipped > plain, mask, norm), "vpred_mean": token_mean(values, mask, norm)}
     losses = jnp.maximum(plain, clipped)
     return 0.5 * aggregate(losses, mask, aggregation, norm, scale_factor=scale_factor), metrics
+
+
+def bradley_terry(
+    chosen: Array, rejected: Array, mask: Array, pairs: Array | float, *, center_coef: float = 0.0
+) -> LossAndMetrics:
+    """Σ (−log σ(c − r) + center_coef · (c + r)²) / pairs: a reward model's loss on pairs of a better and a worse text.
+
+    Bradley & Terry 1952, as a loss of scores in Ouyang et al. 2022 (https://arxiv.org/abs/2203.02155). It knows scores
+    up to a constant; the second term draws them to 0 (Eisenstein et al. 2023, https://arxiv.org/abs/2312.09244).
+
+    Args:
+      chosen, rejected: float [G], the scores c and r.
+      mask: bool [G], the pairs that count.
+      pairs: how many do in the whole mini-batch, fixed before it is split.
+      center_coef: at least 0.
+
+    Returns:
+      A scalar, and the metrics `accuracy` (share of pairs with c > r), `margin` (c − r), `chosen` and `rejected` (mean
+      scores), normalized by `pairs`.
+
+    >>> c, r, mask = jnp.array([2.0, 0.0]), jnp.array([0.0, 1.0]), jnp.array([True, True])
+    >>> loss, metrics = bradley_terry(c, r, mask, 2.0)
+    >>> round(float(loss), 4), float(metrics["accuracy"]), float(metrics["margin"])  # (0.1269 + 1.3133) / 2
+    (0.7201, 0.5, 0.5)
+    """
+    chosen, rejected = zero_outside(mask, chosen, rejected)
+    margin = chosen - rejected
+    losses = jax.nn.softplus(-margin)
+    if center_coef:
+        losses = losses + center_coef * jnp.square(chosen + rejected)
+
+    def mean(x: Array) -> Array:
+        return safe_divide(masked_sum(x, mask), jnp.asarray(pairs, losses.dtype))
+
+    measured = {"accuracy": (margin > 0).astype(losses.dtype), "margin": margin, "chosen": chosen, "rejected": rejected}
+    return mean(losses), {name: mean(jax.lax.stop_gradient(x)) for name, x in measured.items()}
 
 
 POLICY_LOSSES: dict[str, PolicyLoss] = {

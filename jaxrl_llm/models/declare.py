@@ -16,6 +16,7 @@ from jaxrl_llm.models.architecture import TransformerConfig
 from jaxrl_llm.types import Array, Model, Param, Params
 
 VALUE_HEAD = "value_head"
+SCORE = "score"  # of a reward model, by the name that Hugging Face gives it
 
 
 def _normal(scale: float) -> Callable[[Array, tuple[int, ...], Any], Array]:
@@ -32,8 +33,9 @@ def _zeros(key: Array, shape: tuple[int, ...], dtype: Any) -> Array:
     return jnp.zeros(shape, dtype)
 
 
-def declare(config: TransformerConfig, dtype: Any, value_head: bool) -> dict[str, Any]:
-    """The tree of `Param` of a model; with a value head in place of a language-model head if `value_head`."""
+def declare(config: TransformerConfig, dtype: Any, value_head: bool, score_head: bool = False) -> dict[str, Any]:
+    """The tree of `Param` of a model; with a value head in place of a language-model head if `value_head`, or with a
+    reward model's head if `score_head`."""
     layers, width = config.num_layers, config.width
     q_width, kv_width = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
 
@@ -86,6 +88,9 @@ def declare(config: TransformerConfig, dtype: Any, value_head: bool) -> dict[str
             "kernel": Param((width,), dtype, (None,), _zeros),
             "bias": Param((), dtype, (), _zeros),
         }
+    elif score_head:
+        # Without a bias, which a difference of scores cannot teach and which no folder has a place for.
+        tree[SCORE] = Param((1, width), dtype, (None, None), _normal(0.02))
     elif not config.tie_embeddings:
         tree["lm_head"] = Param((width, config.vocab_size), dtype, ("embed", "vocab"), _normal(0.02))
     return tree

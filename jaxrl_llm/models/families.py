@@ -68,6 +68,7 @@ TOP = (
     Weight("embed", "model.embed_tokens.weight"),
     Weight("final_norm", "model.norm.weight"),
     Weight("lm_head", "lm_head.weight", transposed=True),
+    Weight("score", "score.weight"),  # of a reward model
 )
 PRE_NORMS = (_norm("attn_norm", "input_layernorm"), _norm("mlp_norm", "post_attention_layernorm"))
 POST_NORMS = (

@@ -6,15 +6,15 @@ nothing is guessed. Writing gives back what was read, bit for bit in the paramet
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import numpy as np
 
 from jaxrl_llm.errors import UserError
-from jaxrl_llm.models.declare import VALUE_HEAD
+from jaxrl_llm.models.declare import SCORE, VALUE_HEAD
 from jaxrl_llm.models.families import Weight, find_family, transformer_config
 from jaxrl_llm.models.hf_config import HFConfig
 from jaxrl_llm.models.tensor_files import (
@@ -43,6 +43,7 @@ TOKENIZER_FILES = (
 )
 HUB_FILES = ("*.json", "model*.safetensors", "*.jinja", "tokenizer.model", "merges.txt")
 FETCHABLE = ("smollm2-135m",)  # what jaxrl_llm.fetch knows
+CLASSIFIER = "ForSequenceClassification"  # what the names of such architectures end with
 Place = Callable[[str, np.ndarray], Any]
 
 
@@ -89,6 +90,12 @@ def read_config(folder: Path) -> dict[str, Any]:
     return read_json(folder / CONFIG)
 
 
+def is_classifier(config: HFConfig) -> bool:
+    """Whether a config.json is a sequence-classification model's, whose head is `score` (classifier.py)."""
+    named = config.get("architectures")
+    return isinstance(named, list) and any(str(name).endswith(CLASSIFIER) for name in named)
+
+
 def read_eos_ids(folder: Path) -> tuple[int, ...]:
     """The ids that end a response: of generation_config.json, else config.json, else the tokenizer's EOS token.
 
@@ -120,14 +127,23 @@ def _tokenizer_eos(folder: Path) -> int:
     )
 
 
-def load_params(folder: Path, declaration: Params, *, place: Place | None = None, key: Array | None = None) -> Params:
+def load_params(
+    folder: Path,
+    declaration: Params,
+    *,
+    place: Place | None = None,
+    key: Array | None = None,
+    fresh: Collection[str] = (),
+) -> Params:
     """The declared tree of parameters, read leaf by leaf from the folder's safetensors files.
 
     Args:
       declaration: tree of `Param`, as `model.declare()` gives it. A value head, which no folder has, starts from its
-        initializer and `key` (default: seed 0); a model with a value head leaves an untied `lm_head` unread.
+        initializer and `key` (default: seed 0); a model with a fresh head leaves an untied `lm_head` unread.
       place: (path such as "layers/q/kernel", array) -> what stands in the tree for it. It is called as each leaf is
         read, so that a sharded leaf leaves the host before the next one comes. Default: the array itself.
+      fresh: names at the top of the tree, beside the value head, that the folder does not have: a reward model's head
+        where it is made from a language model.
 
     Returns:
       The tree of arrays in their declared dtypes.
@@ -137,13 +153,14 @@ def load_params(folder: Path, declaration: Params, *, place: Place | None = None
         short, not floating point, or a tied head that differs from the embedding.
     """
     place = place or (lambda path, array: array)
-    declared = _flatten(declaration)
+    declared, new = _flatten(declaration), {VALUE_HEAD, *fresh}
     weights = {w.path: w for w in find_family(read_config(folder)).weights}
     from jaxrl_llm.models import gguf
 
     files = gguf.tensors_of(folder) or TensorFolder(folder)
-    stored = _stored({path: p.shape for path, p in declared.items() if not _in_value_head(path)}, weights)
-    _check_tensors(files, stored, weights, tied="lm_head" not in declared and VALUE_HEAD not in declaration)
+    stored = _stored({path: p.shape for path, p in declared.items() if _top(path) not in new}, weights)
+    head = "unread" if new & set(declaration) else "own" if {"lm_head", SCORE} & set(declaration) else "tied"
+    _check_tensors(files, stored, weights, lm_head=head)
     pieces: dict[str, list[tuple[str, _Piece]]] = {}
     for name, tensor in stored.items():
         for piece in tensor.pieces:
@@ -151,7 +168,7 @@ def load_params(folder: Path, declaration: Params, *, place: Place | None = None
     fresh_key = jax.random.key(0) if key is None else key
     loaded = {}
     for i, (path, param) in enumerate(declared.items()):
-        if _in_value_head(path):
+        if _top(path) in new:
             array = np.asarray(param.init(jax.random.fold_in(fresh_key, i), param.shape, param.dtype))
         else:
             array = np.empty(param.shape, param.dtype)
@@ -201,14 +218,18 @@ def tensor_shapes(config: HFConfig) -> dict[str, tuple[int, ...]]:
 
 
 def _check_tensors(
-    files: TensorFolder, expected: Mapping[str, _Stored], weights: Mapping[str, Weight], *, tied: bool
+    files: TensorFolder,
+    expected: Mapping[str, _Stored],
+    weights: Mapping[str, Weight],
+    *,
+    lm_head: Literal["own", "tied", "unread"],
 ) -> None:
     """Compares what the files hold with what is declared, by their headers alone."""
     found = {name for name in files.names if not name.endswith("rotary_emb.inv_freq")}  # a buffer of old files
     head, embed = weights["lm_head"].name, weights["embed"].name
-    if head in found and head not in expected:
+    if head in found and head not in expected and lm_head != "own":
         found.remove(head)
-        if tied and embed in found and not np.array_equal(files.read(head), files.read(embed)):
+        if lm_head == "tied" and embed in found and not np.array_equal(files.read(head), files.read(embed)):
             raise UserError(
                 f"{files.folder}: {CONFIG} says tie_word_embeddings, but {head!r} differs from {embed!r}; if the head "
                 "is its own, set tie_word_embeddings to false"
@@ -249,8 +270,9 @@ def save_params(
       UserError: `folder` exists and is not empty, or the parameters are not what `config` describes.
     """
     weights = {w.path: w for w in find_family(config).weights}
-    leaves = {path: leaf for path, leaf in _flatten(params).items() if not _in_value_head(path)}
-    _check_params(leaves, _flatten(make_transformer(transformer_config(config)).declare()))
+    leaves = {path: leaf for path, leaf in _flatten(params).items() if _top(path) != VALUE_HEAD}
+    shape = transformer_config(config)
+    _check_params(leaves, _flatten(make_transformer(shape, score_head=is_classifier(config)).declare()))
     written = np.dtype(dtype or leaves["embed"].dtype)
     # torch_dtype is the name that transformers used before version 5.
     spellings = [k for k in ("dtype", "torch_dtype") if k in config] or ["dtype"]
@@ -284,8 +306,8 @@ def _tensors(leaves: Mapping[str, Any], weights: Mapping[str, Weight]) -> Iterat
         yield name, parts[0] if len(parts) == 1 else np.concatenate(parts)
 
 
-def _in_value_head(path: str) -> bool:
-    return path.split("/")[0] == VALUE_HEAD
+def _top(path: str) -> str:
+    return path.split("/")[0]
 
 
 def _flatten(tree: Params) -> dict[str, Any]:

@@ -1,4 +1,5 @@
-"""A policy as a Hugging Face folder for other programs: transformers 4 and 5, vLLM, llama.cpp's converter.
+"""A policy, or a reward model, as a Hugging Face folder for other programs: transformers 4 and 5, vLLM, llama.cpp's
+converter.
 
 What transformers 5 renamed is written under both names, since older programs read what they know of a config.json and
 take defaults for the rest: a `rope_theta` that stands in `rope_parameters` alone would silently become 10,000.
@@ -11,7 +12,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from jaxrl_llm.models import hf
+from jaxrl_llm.models import classifier, hf
+from jaxrl_llm.models.declare import SCORE
 from jaxrl_llm.models.tensor_files import copy_files, read_json, write_json
 from jaxrl_llm.types import Params
 
@@ -20,6 +22,8 @@ TOKENIZER_CONFIG = "tokenizer_config.json"
 
 def export_policy(folder: str | Path, params: Params, source: Path, *, dtype: str | None = None) -> None:
     """Writes the policy `params` to `folder`, with config, generation config, tokenizer and chat template of `source`.
+
+    Parameters with a reward model's head make a sequence classifier with one label, whatever `source` is.
 
     Args:
       source: the folder that the run's model came from.
@@ -30,6 +34,8 @@ def export_policy(folder: str | Path, params: Params, source: Path, *, dtype: st
       UserError: `folder` exists and is not empty, or the parameters are not those of `source`'s config.json.
     """
     config = hf.read_config(source)
+    if SCORE in params:
+        config = classifier.classifier_config(config, classifier.new_pad_id(source))
     with tempfile.TemporaryDirectory() as scratch:
         small = Path(scratch)
         copy_files(source, small, (*hf.TOKENIZER_FILES, hf.GENERATION))

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 
 from jaxrl_llm.models.architecture import ACTIVATIONS, LayerKind, TransformerConfig, layer_kinds, stack_kinds
 from jaxrl_llm.models.attention import attend, attend_blocks, attend_cached
-from jaxrl_llm.models.declare import declare, init_params, stack_layers, unstack_layers
+from jaxrl_llm.models.declare import SCORE, VALUE_HEAD, declare, init_params, stack_layers, unstack_layers
 from jaxrl_llm.models.moe import moe
 from jaxrl_llm.models.rope import RopeConfig, rope_tables, rotate
 from jaxrl_llm.types import Array, KVCache, Model, Params
@@ -44,17 +44,19 @@ def make_transformer(
     compute_dtype: Any = jnp.float32,
     remat: str = "none",
     value_head: bool = False,
+    score_head: bool = False,
     constrain: Constrain = _keep,
 ) -> Model:
-    """The model of a config: with a language-model head, or with a value head in its place.
+    """The model of a config: with a language-model head, or in its place a critic's value head or a reward model's.
 
     Args:
       remat: what the backward pass recomputes: "none", "dots" (all but matrix products), "full" (each layer whole).
       constrain: (x, logical axes) -> x, keeps activations in their layout on a mesh; see sharding.py.
     """
-    heads = {"value": partial(_value, config)} if value_head else {"logits": partial(_logits, config)}
+    head = {"value": _value} if value_head else {"score": _score} if score_head else {"logits": _logits}
+    heads = {name: partial(function, config) for name, function in head.items()}
     return Model(
-        declare=partial(declare, config, param_dtype, value_head),
+        declare=partial(declare, config, param_dtype, value_head, score_head),
         forward=partial(_forward, config, compute_dtype, remat, constrain),
         heads=heads,
         init_cache=partial(_init_cache, config, compute_dtype),
@@ -285,7 +287,17 @@ def _logits(config: TransformerConfig, params: Params, hidden: Array) -> Array:
 def _value(config: TransformerConfig, params: Params, hidden: Array) -> Array:
     """At least float32 [...]"""
     del config
-    head = params["value_head"]
+    head = params[VALUE_HEAD]
+    value = _scalar(hidden, head["kernel"])
+    return value + head["bias"].astype(value.dtype)
+
+
+def _score(config: TransformerConfig, params: Params, hidden: Array) -> Array:
+    """At least float32 [...]"""
+    del config
+    return _scalar(hidden, params[SCORE][0])
+
+
+def _scalar(hidden: Array, kernel: Array) -> Array:
     accumulate = jnp.promote_types(hidden.dtype, jnp.float32)
-    value = jnp.einsum("...d,d->...", hidden, head["kernel"].astype(hidden.dtype), preferred_element_type=accumulate)
-    return value + head["bias"].astype(accumulate)
+    return jnp.einsum("...d,d->...", hidden, kernel.astype(hidden.dtype), preferred_element_type=accumulate)

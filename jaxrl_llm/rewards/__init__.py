@@ -2,6 +2,17 @@
 
 from jaxrl_llm.rewards.forms import batched, form_of, jax_reward
 from jaxrl_llm.rewards.registry import BUILT_IN, resolve
-from jaxrl_llm.rewards.reward_set import Reward, RewardSet, Scores, make_rewards
+from jaxrl_llm.rewards.reward_set import REWARD_MODEL, Reward, RewardSet, Scores, make_rewards
 
-__all__ = ["BUILT_IN", "Reward", "RewardSet", "Scores", "batched", "form_of", "jax_reward", "make_rewards", "resolve"]
+__all__ = [
+    "BUILT_IN",
+    "REWARD_MODEL",
+    "Reward",
+    "RewardSet",
+    "Scores",
+    "batched",
+    "form_of",
+    "jax_reward",
+    "make_rewards",
+    "resolve",
+]

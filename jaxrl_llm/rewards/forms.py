@@ -1,7 +1,8 @@
 """The forms in which a reward function may be written, and how each is called.
 
 - own: `f(prompt, response, record) -> float | {"score": float, **extras} | None`; None means that it failed
-- batched: the same over lists, `f(prompts, responses, records) -> list`, marked by `@batched`
+- batched: the same over lists, `f(prompts, responses, records) -> list`, marked by `@batched`; an exception in the list
+  says why its row has failed
 - verl's: `f(data_source, solution_str, ground_truth, extra_info)`, known by its parameters' names, and its batched form
 - JAX: `f(responses, mask, record_arrays) -> [B] or [B, R]`, marked by `@jax_reward`; the steps call it
 """
@@ -167,6 +168,8 @@ def _failed(name: str) -> Result:
 
 
 def _result(returned: Any, name: str) -> Result:
+    if isinstance(returned, Exception):  # of a batched function, which cannot raise for one row alone
+        return Result(failure=f"reward {name!r}: {returned}")
     score, extras = returned, {}
     if isinstance(returned, Mapping):
         if "score" not in returned:

@@ -12,6 +12,8 @@ from jaxrl_llm.errors import UserError
 from jaxrl_llm.rewards.forms import Form, Record, call, form_of
 from jaxrl_llm.rewards.registry import resolve
 
+REWARD_MODEL = "reward_model"  # the name of a reward model's column
+
 
 @dataclasses.dataclass(frozen=True)
 class Scores:
@@ -62,6 +64,20 @@ class RewardSet:
     def jax_functions(self) -> dict[int, Callable[..., Any]]:
         """column -> function over arrays"""
         return {k: reward.function for k, reward in enumerate(self.rewards) if reward.form == "jax"}
+
+    def with_model(self, score: Callable[..., Any], weight: float) -> RewardSet:
+        """These rewards and a reward model's as the last column, named REWARD_MODEL.
+
+        Args:
+          score: (prompts, responses, records) -> one entry a row, a batched reward.
+
+        Raises:
+          UserError: a function has that name.
+        """
+        if REWARD_MODEL in self.names:
+            raise UserError(f"reward.functions: {REWARD_MODEL!r} is the reward model's name; rename the function")
+        column = Reward(REWARD_MODEL, score, "batched", float(weight), ())
+        return RewardSet((*self.rewards, column))
 
     @property
     def record_arrays(self) -> dict[str, Any]:

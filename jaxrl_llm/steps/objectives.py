@@ -1,4 +1,4 @@
-"""The losses of actor and critic over rows, for `make_update`: a forward pass, then functions of
+"""The losses of actor, critic and reward model over rows, for `make_update`: a forward pass, then functions of
 `algorithms.losses`."""
 
 from __future__ import annotations
@@ -6,13 +6,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
+import chex
 import jax
 import jax.numpy as jnp
 
 from jaxrl_llm.algorithms.log_probs import kl_penalty
-from jaxrl_llm.algorithms.losses import Norm, aggregate, top_entropy_mask, value_loss
+from jaxrl_llm.algorithms.losses import Norm, aggregate, bradley_terry, top_entropy_mask, value_loss
 from jaxrl_llm.algorithms.masked import masked_max, masked_sum, safe_divide, zero_outside
-from jaxrl_llm.steps.scoring import score_tokens, score_values
+from jaxrl_llm.steps.scoring import score_responses, score_tokens, score_values
 from jaxrl_llm.steps.update import LossFn, Metrics
 from jaxrl_llm.types import Array, Batch, Model, Params
 
@@ -109,6 +110,22 @@ def make_sft_loss(model: Model, *, aggregation: str, scale_factor: float, chunk_
         stats = score_tokens(model, params, rows, temperature=1.0, chunk_tokens=chunk_tokens, with_entropy=False)
         loss = aggregate(-stats.log_probs, rows.loss_mask, aggregation, norm, scale_factor=scale_factor)
         return loss, {}
+
+    return loss_fn
+
+
+def make_reward_model_loss(model: Model, *, center_coef: float) -> LossFn:
+    """`bradley_terry` of pairs: each prompt has two responses, the better one first. A pair counts if both of its rows
+    have a token in the loss mask, or is filler."""
+
+    def loss_fn(params: Params, rows: Batch, norm: Norm, key: Array) -> tuple[Array, Metrics]:
+        del key
+        rows.require("loss_mask", phase="update_actor")
+        assert rows.loss_mask is not None
+        chex.assert_equal(rows.n, 2)  # a micro-batch has whole pairs
+        scores = score_responses(model, params, rows).reshape(-1, 2)
+        counts = rows.loss_mask.any(-1).reshape(-1, 2).all(-1)
+        return bradley_terry(scores[:, 0], scores[:, 1], counts, norm.sequences / 2, center_coef=center_coef)
 
     return loss_fn
 

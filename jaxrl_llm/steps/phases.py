@@ -16,6 +16,7 @@ from jaxrl_llm.algorithms.advantages import Estimator
 from jaxrl_llm.algorithms.log_probs import TokenStats
 from jaxrl_llm.config import Actor, Config, Critic, need_base, need_critic, need_reference
 from jaxrl_llm.config_rules import chosen_estimator, chosen_policy_loss, loss_aggregation
+from jaxrl_llm.errors import UserError
 from jaxrl_llm.metrics import data_metrics
 from jaxrl_llm.models.declare import VALUE_HEAD, init_declared
 from jaxrl_llm.models.lora import declare_overlay, join, merge
@@ -23,7 +24,7 @@ from jaxrl_llm.models.quantize import declare_quantized, quantize_kernels
 from jaxrl_llm.models.transformer import stack_layers, unstack_layers
 from jaxrl_llm.sharding import Layout
 from jaxrl_llm.steps.advantage import compute_advantages
-from jaxrl_llm.steps.objectives import make_actor_loss, make_critic_loss, make_sft_loss
+from jaxrl_llm.steps.objectives import make_actor_loss, make_critic_loss, make_reward_model_loss, make_sft_loss
 from jaxrl_llm.steps.optimizer import make_optimizer, make_schedule
 from jaxrl_llm.steps.reference import sync_reference
 from jaxrl_llm.steps.rollout import StopRules, no_stop_rules, rollout
@@ -383,6 +384,24 @@ def make_sft(config: Config, actor: Model, layout: Layout, total_steps: int) -> 
         chunk_tokens=config.model.logprob_chunk * layout.batch_shards,
     )
     return _training(config, config.actor, actor, loss_fn, layout, total_steps, n=1)
+
+
+def make_reward_training(config: Config, model: Model, layout: Layout, total_steps: int) -> Training:
+    """A reward model trained on pairs of responses, two to a prompt.
+
+    Raises:
+      UserError: micro-batches would part a pair.
+    """
+    loss_fn = make_reward_model_loss(model, center_coef=config.reward.model.center_coefficient)
+    rows, micro = 2 * config.actor.mini_batch_size, config.actor.micro_batch_size
+    per_device = micro or rows // layout.batch_shards
+    if per_device % 2 or rows % (per_device * layout.batch_shards):
+        raise UserError(
+            f"config.actor.micro_batch_size = {micro}, config.actor.mini_batch_size = {config.actor.mini_batch_size}: "
+            f"each of {layout.batch_shards} shard(s) takes whole pairs, two rows each: rows a micro-batch must be even "
+            f"and divide the {rows} rows of a mini-batch"
+        )
+    return _training(config, config.actor, model, loss_fn, layout, total_steps, n=2)
 
 
 def overlay(config: Config, declaration: Params) -> Params:

@@ -1,4 +1,5 @@
-"""What models say of a finished batch: log-probs, entropies and values, each in the response frame [B, R]."""
+"""What models say of a finished batch: log-probs, entropies and values, each in the response frame [B, R], and the
+scores [B] of reward models."""
 
 from __future__ import annotations
 
@@ -17,9 +18,13 @@ def response_hidden(model: Model, params: Params, batch: Batch) -> Array:
 
     A prompt is computed once for its n responses. Token ids where no mask stands are never read.
     """
-    (groups, width), n, rows = batch.prompts.shape, batch.n, batch.num_rows
     # The last response token predicts nothing that is asked for.
-    inputs = max(batch.response_width - 1, 1)
+    return _hidden_after(model, params, batch, max(batch.response_width - 1, 1))[:, : batch.response_width]
+
+
+def _hidden_after(model: Model, params: Params, batch: Batch, inputs: int) -> Array:
+    """Hidden states [B, inputs + 1, D]: after the prompt, and after each of the first `inputs` response tokens."""
+    (groups, width), n, rows = batch.prompts.shape, batch.n, batch.num_rows
     in_response = jnp.arange(inputs)[None, :] < batch.response_length[:, None]
     prompt_length = batch.prompt_mask.sum(1, dtype=jnp.int32)
     after = jnp.arange(inputs)[None, :] + jnp.repeat(prompt_length, n)[:, None]
@@ -32,8 +37,7 @@ def response_hidden(model: Model, params: Params, batch: Batch) -> Array:
     before = jnp.maximum(jnp.cumsum(batch.prompt_mask, 1, dtype=jnp.int32) - 1, 0)
     hidden, _ = model.forward(params, tokens, line(before, after), mask.astype(jnp.int32), blocks=(width, n))
     last_of_prompt = jnp.repeat(hidden[:, width - 1], n, axis=0)[:, None]
-    of_responses = hidden[:, width:].reshape(rows, inputs, -1)[:, : batch.response_width - 1]
-    return jnp.concatenate([last_of_prompt, of_responses], 1)
+    return jnp.concatenate([last_of_prompt, hidden[:, width:].reshape(rows, inputs, -1)], 1)
 
 
 def score_tokens(
@@ -75,6 +79,31 @@ def score_values(model: Model, params: Params, batch: Batch) -> Array:
     """The critic's values, float32 [B, R]: values[t] from the position that predicts token t; 0 outside the mask."""
     values = model.heads["value"](params, response_hidden(model, params, batch))
     return jnp.where(batch.response_mask, values, 0)
+
+
+def score_responses(model: Model, params: Params, batch: Batch) -> Array:
+    """A reward model's scores, float32 [B]: its head at each response's last token (at the prompt's, if it has none).
+
+    That is `score_sequences` of prompt and response as one text, with a prompt computed once for its n responses.
+    """
+    hidden = _hidden_after(model, params, batch, batch.response_width)
+    last = jnp.take_along_axis(hidden, batch.response_length[:, None, None], 1)[:, 0]
+    return model.heads["score"](params, last)
+
+
+def score_sequences(model: Model, params: Params, tokens: Array, mask: Array) -> Array:
+    """A reward model's scores of whole texts, float32 [B]: its head at each text's last token, as the sequence
+    classifiers of transformers read it.
+
+    Args:
+      model: with a "score" head.
+      tokens: int32 [B, T], at least one of each row real; the others are never read.
+      mask: bool [B, T], the real ones, on whichever side the padding is.
+    """
+    positions = jnp.maximum(jnp.cumsum(mask, 1, dtype=jnp.int32) - 1, 0)
+    hidden, _ = model.forward(params, jnp.where(mask, tokens, 0), positions, mask.astype(jnp.int32))
+    last = jnp.where(mask, jnp.arange(mask.shape[1])[None, :], 0).max(1)
+    return model.heads["score"](params, jnp.take_along_axis(hidden, last[:, None, None], 1)[:, 0])
 
 
 def in_micro_batches(score: Callable[[Batch], Any], batch: Batch, parts: int) -> Any:

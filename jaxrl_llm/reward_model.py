@@ -1,0 +1,249 @@
+"""Trains a reward model on pairs of responses, of which one is better: a Bradley–Terry model with one score a response.
+
+python -m jaxrl_llm.reward_model --config configs/quickstart_reward_model.py --workdir runs/quickstart_reward_model
+
+It starts from a language model with a fresh head, or from a reward model. Records hold a prompt (`data.prompt_key` or
+`data.prompt_template`), the better response (`data.chosen_key`) and the worse one (`data.rejected_key`): TRL's fields,
+as texts or as chat messages. What comes out is a run's folder as any other; exported, it is a sequence classifier that
+transformers reads, and that `reward.model.path` names.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxrl_llm.command_line import make_parser, parse_args
+from jaxrl_llm.compiled import Compiled, CompiledTraining, compile_training
+from jaxrl_llm.config import Config, check_devices
+from jaxrl_llm.data import PromptBatch, PromptData, field
+from jaxrl_llm.errors import UserError, exit_code, leave, naming
+from jaxrl_llm.evaluation import evaluation_metrics
+from jaxrl_llm.exchanges import Exchanges
+from jaxrl_llm.loading import Inputs, make_reward_model
+from jaxrl_llm.models import classifier, hf
+from jaxrl_llm.sharding import Layout, abstract_like
+from jaxrl_llm.steps.phases import Program, make_program, make_reward_training
+from jaxrl_llm.steps.scoring import score_responses
+from jaxrl_llm.steps.step import ACTOR
+from jaxrl_llm.trainer import Run, Stepped, host_metrics
+from jaxrl_llm.types import FINISH_LENGTH, FINISH_STOP, Batch, Model, Params
+
+
+@dataclasses.dataclass(frozen=True)
+class Pairs:
+    """How records become batches of two rows to a prompt, the better response first."""
+
+    exchanges: Exchanges
+    keys: tuple[str, str]  # fields of the better and of the worse response
+    prompt_length: int
+    response_length: int
+
+    def batch(self, given: PromptBatch) -> Batch:
+        """The pairs on the host. What both rows of a pair begin with is their prompt, computed once; what is left of a
+        row is its response, cut at the frame's width (then its `finish_reason` is FINISH_LENGTH).
+
+        Raises:
+          UserError: a record without the two responses, or whose rows have nothing in common.
+        """
+        groups, width = len(given.records), self.response_length
+        prompts, prompt_mask = (np.zeros((groups, self.prompt_length), dtype) for dtype in (np.int32, np.bool_))
+        responses, mask = (np.zeros((2 * groups, width), dtype) for dtype in (np.int32, np.bool_))
+        reasons = np.full(2 * groups, FINISH_STOP, np.int32)
+        prompt_mask[:, -1], mask[:, 0] = True, True  # fillers, of which nothing counts
+        for group in np.flatnonzero(np.asarray(given.prompts.prompt_valid)).tolist():
+            rows = self._rows(given.records[group])
+            shared = min(_common(*rows), self.prompt_length)
+            if not shared:
+                raise UserError(f"a pair's responses follow no common prompt: {given.texts[group]!r:.80}")
+            prompts[group, -shared:], prompt_mask[group, -shared:] = rows[0][:shared], True
+            for row, ids in enumerate(rows, start=2 * group):
+                kept = ids[shared:][:width]
+                responses[row, : len(kept)], mask[row, : len(kept)] = kept, True
+                reasons[row] = FINISH_LENGTH if len(kept) < len(ids) - shared else FINISH_STOP
+        valid = np.repeat(np.asarray(given.prompts.prompt_valid), 2)
+        found: dict[str, Any] = {
+            "prompts": prompts,
+            "prompt_mask": prompt_mask,
+            "prompt_valid": given.prompts.prompt_valid,
+            "record_arrays": {},
+            "uid": np.repeat(np.asarray(given.prompts.uid), 2),
+            "responses": responses,
+            "response_mask": mask,
+            "response_length": mask.sum(1, dtype=np.int32),
+            "rollout_log_probs": None,
+            "finish_reason": reasons,
+            "loss_mask": mask & valid[:, None],
+        }
+        return Batch(**found)
+
+    def _rows(self, record: dict[str, Any]) -> list[list[int]]:
+        found = []
+        for name, key in zip(("chosen_key", "rejected_key"), self.keys, strict=True):
+            with naming(f"data.{name}"):
+                found.append(self.exchanges.ids(record, field(record, key)))
+        return found
+
+
+def _common(a: list[int], b: list[int]) -> int:
+    """How many ids both begin with, but for the last of the shorter one.
+
+    >>> _common([1, 2, 3], [1, 2, 4]), _common([1, 2], [1, 2])
+    (2, 1)
+    """
+    shorter = min(len(a), len(b)) - 1
+    return next((i for i in range(shorter) if a[i] != b[i]), shorter)
+
+
+@dataclasses.dataclass(frozen=True)
+class PairEvaluator:
+    """The held-out pairs, scored with the present parameters: the share of them that are put in order."""
+
+    data: PromptData
+    pairs: Pairs
+    layout: Layout
+    batch_size: int
+    score: Compiled  # (view, batch) -> scores
+
+    def __call__(self, view: Params, step: int) -> tuple[dict[str, float], list[dict[str, Any]]]:
+        """The metrics of an evaluation, and one row a pair, whose `score` is whether it is put in order."""
+        del step
+        rows = []
+        for given in self.data.eval_batches(self.batch_size):
+            host = self.pairs.batch(given)
+            scores = np.asarray(self.score(view, self.layout.put_rows(host)), np.float64).reshape(-1, 2)
+            for group in np.flatnonzero(np.asarray(given.prompts.prompt_valid)).tolist():
+                (chosen, rejected), own = scores[group].tolist(), slice(2 * group, 2 * group + 2)
+                whole = bool((np.asarray(host.finish_reason)[own] == FINISH_STOP).all())
+                right = float(chosen > rejected)
+                rows.append(
+                    {
+                        "uid": int(np.asarray(given.prompts.uid)[group]),
+                        "prompt": given.texts[group],
+                        "score": right,
+                        "scores": {},
+                        "extras": {
+                            "accuracy": right,
+                            "margin": chosen - rejected,
+                            "chosen": chosen,
+                            "rejected": rejected,
+                        },
+                        "length": float(np.asarray(host.response_length)[own].mean()),
+                        "finish_reason": "stop" if whole else "length",
+                        "data_source": given.records[group].get("data_source", "all"),
+                    }
+                )
+        return evaluation_metrics(rows), rows
+
+
+class RewardModelRun(Run):
+    """A run like that of `fit`, whose step reads pairs of responses instead of sampling and scoring."""
+
+    def _make_scorer(self) -> tuple[None, Inputs]:
+        return None, self._inputs
+
+    def _make_program(self) -> Program:
+        config, folder, data = self.config, self._inputs.folder, self.config.data
+        rollout, critic = dataclasses.replace(config.rollout, n=2), dataclasses.replace(config.critic, enable="no")
+        config = dataclasses.replace(config, rollout=rollout, critic=critic)
+        check_devices(config, jax.device_count())
+        model = make_reward_model(config, self._inputs, self._layout)
+        training = make_reward_training(config, model, self._layout, self.total_steps)
+        exchanges = Exchanges(
+            tokenizer=self._inputs.tokenizer,
+            eos_id=hf.read_eos_ids(folder)[0],
+            pad_id=classifier.new_pad_id(folder),
+            chat_template=data.chat_template,
+            template_kwargs=data.template_kwargs,
+            system_prompt=data.system_prompt or None,
+            prompt_key=data.prompt_key,
+            prompt_template=data.prompt_template,
+        )
+        self._pairs = Pairs(
+            exchanges, (data.chosen_key, data.rejected_key), rollout.prompt_length, rollout.response_length
+        )
+        program = make_program(config, model, layout=self._layout, total_steps=self.total_steps)
+        return dataclasses.replace(program, actor=training, ref=None)
+
+    def _compile(self) -> None:
+        self._note("compiling the update (once, before the first step)")
+        config, program, state = self.config, self._program, abstract_like(self._state)
+        given = self._data.batch(self._cursor, config.data.train_batch_size)
+        self._training: CompiledTraining = compile_training(
+            "update",
+            program.actor,
+            state.actor,
+            abstract_like(self._layout.put_rows(self._pairs.batch(given))),
+            self._layout,
+            seed=config.seed,
+            consumer=ACTOR,
+            report=self._note,
+        )
+        self._update_weights = Compiled(
+            "update_weights", program.update_weights, program.policy(state), report=self._note
+        )
+        self._evaluator: Any = None
+        if (held_out := self._inputs.held_out) is not None:
+            first = self._pairs.batch(next(held_out.eval_batches(config.eval.batch_size)))
+            score = score_pairs(program.actor_model, self._layout)
+            batch, view = abstract_like(self._layout.put_rows(first)), self._update_weights.out
+            compiled = Compiled("testing", score, view, batch, report=self._note)
+            self._evaluator = PairEvaluator(held_out, self._pairs, self._layout, config.eval.batch_size, compiled)
+
+    def _step(self) -> Stepped:
+        timer, number = self._timers, np.int32(self.step)
+        with timer("data") as wait:
+            given = self._data.batch(self._cursor, self.config.data.train_batch_size)
+            host = self._pairs.batch(given)
+            batch = wait(self._layout.put_rows(host))
+        with timer("update_actor"):
+            updated = self._train("actor", self._training, batch, number)
+        self.step, self._cursor = self.step + 1, given.cursor
+        done = jax.device_put(np.int32(self.step), self._layout.replicated)
+        self._state = self._state.replace(step=done)
+        prompt_tokens, response_tokens = int(np.sum(host.prompt_mask)), int(np.sum(host.response_mask))
+        metrics = host_metrics({}, {"actor": updated}, prefix={"actor": "train"}) | {
+            "train/truncated_ratio": float((np.asarray(host.finish_reason) == FINISH_LENGTH).mean()),
+            "response_length/mean": response_tokens / host.num_rows,
+            "perf/response_tokens": float(response_tokens),
+            "perf/total_num_tokens": float(prompt_tokens + response_tokens),
+        }
+        return Stepped(metrics, batch, given, [], None)
+
+
+def score_pairs(model: Model, layout: Layout) -> Callable[[Params, Batch], jax.Array]:
+    """(the view of a reward model's parameters, batch) -> scores float32 [B]."""
+    return lambda view, batch: score_responses(model, view, layout.constrain_rows(batch))
+
+
+def train_reward_model(config: Config, workdir: str | Path | None = None) -> RewardModelRun:
+    """A run of `config` on pairs: iterate over it for (metrics, batch) of each step, as over `fit`'s.
+
+    Raises:
+      UserError: something in the config, the data, a model or the folder is wrong; before the first step.
+    """
+    return RewardModelRun(config, workdir)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The exit code, see `errors.exit_code`."""
+
+    def body() -> None:
+        parser = make_parser("reward_model", "Trains a reward model on pairs of a better and a worse response.")
+        config, args = parse_args(parser, sys.argv[1:] if argv is None else argv)
+        with train_reward_model(config, args.workdir) as run:
+            for _ in run:
+                pass
+        print(f"done: {Path(args.workdir)}; next: python -m jaxrl_llm.export {args.workdir} FOLDER")
+
+    return exit_code(body)
+
+
+if __name__ == "__main__":
+    leave(main())
