@@ -24,9 +24,10 @@ from jaxrl_llm.models.lora import join
 from jaxrl_llm.models.transformer import TransformerConfig, init_params, make_transformer
 from jaxrl_llm.rewards import RewardSet, make_rewards
 from jaxrl_llm.sharding import Layout, abstract, make_mesh
-from jaxrl_llm.steps.phases import Program, Training, declare_frozen, frozen, make_program, merged, overlay
+from jaxrl_llm.steps.phases import Program, make_program
 from jaxrl_llm.steps.rollout import StopRules
 from jaxrl_llm.steps.step import init_key
+from jaxrl_llm.steps.training import Training, declare_frozen, frozen, merged, overlay
 from jaxrl_llm.tokenizer import load_tokenizer, stop_automaton, token_bytes
 from jaxrl_llm.types import Array, Model, Params, RunState, TrainState
 
