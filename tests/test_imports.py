@@ -50,7 +50,8 @@ ALLOWED: dict[str, set[str]] = {
     "reward_scorer": HOST | {"models", "steps", "compiled", "exchanges", "loading"},
     "trainer": HOST | {"models", "steps", "loading", "compiled", "evaluation", "reward_scorer", "samples"},
     "train": {"command_line", "errors", "trainer"},
-    "evaluate": HOST | {"command_line", "models", "steps", "loading", "compiled", "evaluation", "reward_scorer"},
+    "evaluate": HOST
+    | {"command_line", "models", "steps", "loading", "compiled", "evaluation", "reward_model", "reward_scorer"},
     "fetch": BASE | {"models"},
     "sft": HOST | {"command_line", "models", "steps", "compiled", "trainer"},
     "reward_model": HOST
