@@ -1,4 +1,5 @@
-"""Held-out accuracy of a model, or of a run's newest checkpoint: greedy, and sampled, each with a 95% interval.
+"""Held-out accuracy of a model, or of a run's newest checkpoint: greedy, and sampled, each with a 95% interval. Of a
+reward model's run: the share of held-out pairs that it puts in order.
 
 python -m jaxrl_llm.evaluate --config configs/smollm2_addition.py
 python -m jaxrl_llm.evaluate --run runs/addition --samples 4 --output answers.jsonl
@@ -54,7 +55,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def evaluate(config: Config, *, run: str | None = None, samples: int = 4) -> dict[str, list[dict[str, Any]]]:
-    """The responses to the held-out prompts with their scores: {"greedy": rows, "sampled": rows}.
+    """The responses to the held-out prompts with their scores: {"greedy": rows, "sampled": rows}; of a reward model's
+    run {"pairs": rows}.
 
     Args:
       run: a run's folder, whose newest checkpoint is evaluated; None is the model that the config names.
@@ -62,7 +64,8 @@ def evaluate(config: Config, *, run: str | None = None, samples: int = 4) -> dic
     """
     from jaxrl_llm.compiled import Compiled
     from jaxrl_llm.evaluation import make_evaluator
-    from jaxrl_llm.loading import build_program, load_inputs, make_layout, policy_params
+    from jaxrl_llm.loading import build_program, holds_reward_model, load_inputs, make_layout, policy_params
+    from jaxrl_llm.reward_model import evaluate_pairs
     from jaxrl_llm.reward_scorer import make_scorer
     from jaxrl_llm.steps.phases import train_sampling
     from jaxrl_llm.steps.sampling import Sampling
@@ -70,6 +73,8 @@ def evaluate(config: Config, *, run: str | None = None, samples: int = 4) -> dic
     def report(text: str) -> None:
         print(text, file=sys.stderr, flush=True)
 
+    if run is not None and holds_reward_model(run):
+        return {"pairs": evaluate_pairs(config, run, report)}
     inputs = load_inputs(config, train=False)
     layout = make_layout(config)
     scorer, inputs = make_scorer(config, inputs, layout)

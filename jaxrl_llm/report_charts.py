@@ -25,7 +25,15 @@ class Chart(NamedTuple):
 
 CHARTS = (
     Chart("Learning", "Reward", "mean score of a step's responses", (("critic/score/mean", "reward"),)),
-    Chart("Learning", "Loss", "cross-entropy per token", (("train/loss", "loss"),)),
+    Chart("Learning", "Loss", "per token, of a reward model per pair", (("train/loss", "loss"),)),
+    Chart(
+        "Learning",
+        "Pairs in order",
+        "share whose better response scores higher",
+        (("train/accuracy", "share"),),
+        "share",
+    ),
+    Chart("Learning", "Scores of pairs", "means", (("train/chosen", "better"), ("train/rejected", "worse"))),
     Chart("Learning", "Held-out score", "with 95% interval", ((r"val-core/(.+)/reward/mean@(\d+)", r"\1"),)),
     Chart("Learning", "Rewards by function", "means, unweighted", ((r"rewards/(.+)/mean", r"\1"),), at_least=2),
     Chart(

@@ -13,6 +13,7 @@ from __future__ import annotations
 import dataclasses
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +27,10 @@ from jaxrl_llm.data import PromptBatch, PromptData, field
 from jaxrl_llm.errors import UserError, exit_code, leave, naming
 from jaxrl_llm.evaluation import evaluation_metrics
 from jaxrl_llm.exchanges import Exchanges
-from jaxrl_llm.loading import Inputs, make_reward_model
+from jaxrl_llm.loading import Inputs, load_inputs, make_layout, make_reward_model, policy_params
 from jaxrl_llm.models import classifier, hf
 from jaxrl_llm.sharding import Layout, abstract_like
-from jaxrl_llm.steps.phases import Program, make_program
+from jaxrl_llm.steps.phases import Program, make_program, sampler_view
 from jaxrl_llm.steps.scoring import score_responses
 from jaxrl_llm.steps.step import ACTOR
 from jaxrl_llm.steps.training import make_reward_training
@@ -144,6 +145,57 @@ class PairEvaluator:
         return evaluation_metrics(rows), rows
 
 
+def make_pairs(config: Config, inputs: Inputs) -> Pairs:
+    data, folder = config.data, inputs.folder
+    exchanges = Exchanges(
+        tokenizer=inputs.tokenizer,
+        eos_id=hf.read_eos_ids(folder)[0],
+        pad_id=classifier.new_pad_id(folder),
+        chat_template=data.chat_template,
+        template_kwargs=data.template_kwargs,
+        system_prompt=data.system_prompt or None,
+        prompt_key=data.prompt_key,
+        prompt_template=data.prompt_template,
+    )
+    keys, rollout = (data.chosen_key, data.rejected_key), config.rollout
+    return Pairs(exchanges, keys, rollout.prompt_length, rollout.response_length)
+
+
+def make_pair_evaluator(
+    config: Config, inputs: Inputs, layout: Layout, model: Model, view: Any, report: Callable[[str], None]
+) -> PairEvaluator:
+    """Compiles what evaluation on the held-out pairs needs.
+
+    Args:
+      view: the parameters as `sampler_view` gives them, arrays or abstract, with shardings.
+      report: told what is being compiled.
+    """
+    assert inputs.held_out is not None
+    pairs, size = make_pairs(config, inputs), config.eval.batch_size
+    first = layout.put_rows(pairs.batch(next(inputs.held_out.eval_batches(size))))
+
+    def score(view: Params, batch: Batch) -> jax.Array:
+        return score_responses(model, view, layout.constrain_rows(batch))
+
+    given = abstract_like(view), abstract_like(first)
+    compiled = Compiled("testing", score, *given, report=report, out_shardings=layout.rows)
+    return PairEvaluator(inputs.held_out, pairs, layout, size, compiled)
+
+
+def evaluate_pairs(config: Config, run: str | Path, report: Callable[[str], None]) -> list[dict[str, Any]]:
+    """The held-out pairs as the newest checkpoint of a run puts them in order, one row a pair (`PairEvaluator`).
+
+    Raises:
+      UserError, StorageError: as when a run is started.
+    """
+    inputs, layout = load_inputs(config, train=False), make_layout(config)
+    model = make_reward_model(config, inputs, layout)
+    params, step = policy_params(config, model, layout, inputs.folder, run)
+    report(f"checkpoint of step {step}")
+    view = jax.jit(partial(sampler_view, config))(params)
+    return make_pair_evaluator(config, inputs, layout, model, view, report)(view, step)[1]
+
+
 class RewardModelRun(Run):
     """A run like that of `fit`, whose step reads pairs of responses instead of sampling and scoring."""
 
@@ -151,25 +203,14 @@ class RewardModelRun(Run):
         return None, self._inputs
 
     def _make_program(self) -> Program:
-        config, folder, data = self.config, self._inputs.folder, self.config.data
+        config = self.config
         rollout, critic = dataclasses.replace(config.rollout, n=2), dataclasses.replace(config.critic, enable="no")
         config = dataclasses.replace(config, rollout=rollout, critic=critic)
         check_devices(config, jax.device_count())
         model = make_reward_model(config, self._inputs, self._layout)
         training = make_reward_training(config, model, self._layout, self.total_steps)
-        exchanges = Exchanges(
-            tokenizer=self._inputs.tokenizer,
-            eos_id=hf.read_eos_ids(folder)[0],
-            pad_id=classifier.new_pad_id(folder),
-            chat_template=data.chat_template,
-            template_kwargs=data.template_kwargs,
-            system_prompt=data.system_prompt or None,
-            prompt_key=data.prompt_key,
-            prompt_template=data.prompt_template,
-        )
-        self._pairs = Pairs(
-            exchanges, (data.chosen_key, data.rejected_key), rollout.prompt_length, rollout.response_length
-        )
+        self._pairs = make_pairs(config, self._inputs)
+        self._pairs.exchanges.check("config.data.chat_template")
         program = make_program(config, model, layout=self._layout, total_steps=self.total_steps)
         return dataclasses.replace(program, actor=training, ref=None)
 
@@ -187,16 +228,12 @@ class RewardModelRun(Run):
             consumer=ACTOR,
             report=self._note,
         )
-        self._update_weights = Compiled(
-            "update_weights", program.update_weights, program.policy(state), report=self._note
-        )
+        policy = program.policy(state)
+        self._update_weights = Compiled("update_weights", program.update_weights, policy, report=self._note)
         self._evaluator: Any = None
-        if (held_out := self._inputs.held_out) is not None:
-            first = self._pairs.batch(next(held_out.eval_batches(config.eval.batch_size)))
-            score = score_pairs(program.actor_model, self._layout)
-            batch, view = abstract_like(self._layout.put_rows(first)), self._update_weights.out
-            compiled = Compiled("testing", score, view, batch, report=self._note)
-            self._evaluator = PairEvaluator(held_out, self._pairs, self._layout, config.eval.batch_size, compiled)
+        if self._inputs.held_out is not None:
+            model, view = program.actor_model, self._update_weights.out
+            self._evaluator = make_pair_evaluator(config, self._inputs, self._layout, model, view, self._note)
 
     def _step(self) -> Stepped:
         timer, number = self._timers, np.int32(self.step)
@@ -217,11 +254,6 @@ class RewardModelRun(Run):
             "perf/total_num_tokens": float(prompt_tokens + response_tokens),
         }
         return Stepped(metrics, batch, given, [], None)
-
-
-def score_pairs(model: Model, layout: Layout) -> Callable[[Params, Batch], jax.Array]:
-    """(the view of a reward model's parameters, batch) -> scores float32 [B]."""
-    return lambda view, batch: score_responses(model, view, layout.constrain_rows(batch))
 
 
 def train_reward_model(config: Config, workdir: str | Path | None = None) -> RewardModelRun:

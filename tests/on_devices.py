@@ -24,6 +24,7 @@ from jaxrl_llm.compiled import Compiled, CompiledStep, compile_step
 from jaxrl_llm.loading import abstract_state, build_program, load_inputs, state_shardings
 from jaxrl_llm.models.architecture import MoeConfig
 from jaxrl_llm.models.transformer import init_params, make_transformer
+from jaxrl_llm.reward_scorer import RewardScorer
 from jaxrl_llm.sharding import RULES, Layout, make_mesh
 from jaxrl_llm.steps.phases import Program, gen, make_program
 from jaxrl_llm.steps.rollout import StopRules, no_stop_rules
@@ -200,7 +201,20 @@ def train() -> dict[str, Any]:
     prompts = jax.tree.map(np.asarray, inputs.train.batch(0, GROUPS).prompts)
     abstract_prompts = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=p.layout.rows), prompts)
     alone = compile_step(p, abstract_state(p), abstract_prompts, weights=(1.0,), jax_rewards={}, report=no_report)
-    return found | {"single": {name: costs(c, p) for name, c in phases(alone)}}
+    return found | {"single": {name: costs(c, p) for name, c in phases(alone)}, "scored": scored()}
+
+
+def scored() -> dict[str, Any]:
+    """mesh -> what a reward model says of twelve responses, of which eight devices take some each and the rest is
+    filled up; and where its parameters lie."""
+    found, pairs = {}, tiny_folder.pairs(count=12)
+    for mesh in ("single", "all"):
+        scorer = RewardScorer(tiny_folder.config(reward__model__path=str(tiny_folder.reward_folder())), layout(mesh))
+        scorer.load()
+        scorer.compile(no_report)
+        rows = scorer([""] * len(pairs), [pair["chosen"] for pair in pairs], pairs)
+        found[mesh] = {"scores": [row["score"] for row in rows], "placed": shard_shapes(scorer._params)}
+    return found
 
 
 # Experts

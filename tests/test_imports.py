@@ -54,7 +54,8 @@ ALLOWED: dict[str, set[str]] = {
     "timers": {"metrics", "steps"},
     "trainer": HOST | {"models", "steps", "loading", "compiled", "evaluation", "reward_scorer", "samples", "timers"},
     "train": {"command_line", "errors", "trainer"},
-    "evaluate": HOST | {"command_line", "models", "steps", "loading", "compiled", "evaluation", "reward_scorer"},
+    "evaluate": HOST
+    | {"command_line", "models", "steps", "loading", "compiled", "evaluation", "reward_model", "reward_scorer"},
     "fetch": BASE | {"models"},
     "sft": HOST | {"command_line", "models", "steps", "compiled", "timers", "trainer"},
     "reward_model": HOST

@@ -80,6 +80,14 @@ def test_the_recorded_tokens_of_a_run_give_the_same_run(result: Callable[[str], 
         assert_close(state, single_state)
 
 
+def test_a_reward_model_is_cut_and_scores_alike(result: Callable[[str], Any]) -> None:
+    found = result("train")["scored"]
+    np.testing.assert_allclose(found["all"]["scores"], found["single"]["scores"], rtol=1e-5)
+    assert np.std(found["single"]["scores"]) > 0.05
+    placed = found["all"]["placed"]
+    assert placed["embed"] == ((48, 32), (24, 16)) and placed["score"] == ((1, 32), (1, 32))
+
+
 @pytest.mark.parametrize("case", ["grpo", "ppo"])
 def test_the_run_that_is_replayed_does_something(result: Callable[[str], Any], case: str) -> None:
     """Parameters move by much more than the tolerance, rows differ in length, every part of the loss is there."""

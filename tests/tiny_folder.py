@@ -169,6 +169,15 @@ def records(count: int = 12) -> list[dict[str, str]]:
     return found
 
 
+def pairs(count: int = 12) -> list[dict[str, str]]:
+    """The sums of `records`, each with a right and a wrong answer of two or more characters."""
+    found = []
+    for record in records(count):
+        answer = record["answer"]
+        found.append({**record, "chosen": f"is {answer}", "rejected": f"it {int(answer) + 3}"})
+    return found
+
+
 # Rewards
 
 
