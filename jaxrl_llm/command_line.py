@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 
 from ml_collections import ConfigDict
 
-from jaxrl_llm.config import FOLLOWS, Config, from_config_dict, unresolve
+from jaxrl_llm.config import FOLLOWS, Config, from_config_dict, unresolve, with_new_knobs
 from jaxrl_llm.config_values import hint_of, parse
 from jaxrl_llm.errors import UserError, nearest
 
@@ -126,7 +126,7 @@ def _read_file(path: Path) -> ConfigDict:
         raise UserError(f"--config={path}: no such file")
     if path.suffix == ".json":
         try:
-            return ConfigDict(json.loads(path.read_text()), type_safe=False)
+            return ConfigDict(with_new_knobs(json.loads(path.read_text())), type_safe=False)
         except ValueError as error:
             raise UserError(f"{path}: not JSON: {error}") from error
     _make_importable(path)

@@ -305,8 +305,24 @@ def to_json(config: Config) -> str:
 
 
 def from_json(text: str) -> Config:
-    """The inverse of `to_json`; tuples come back as tuples."""
-    return from_config_dict(json.loads(text))
+    """The inverse of `to_json`; tuples come back as tuples, and knobs that there were not yet have their defaults."""
+    return from_config_dict(with_new_knobs(json.loads(text)))
+
+
+def with_new_knobs(plain: dict[str, Any]) -> dict[str, Any]:
+    """A run's config.json with the knobs that have come since it was written, as configs/base.py has them: their
+    defaults leave everything as it was."""
+    try:
+        from configs import base
+    except ImportError:  # installed without the recipes
+        return plain
+    return _filled(plain, base.get_config().to_dict())
+
+
+def _filled(plain: Any, defaults: Any) -> Any:
+    if not isinstance(plain, Mapping) or not isinstance(defaults, Mapping) or not defaults:
+        return plain
+    return {**defaults, **{key: _filled(value, defaults.get(key)) for key, value in plain.items()}}
 
 
 # What may differ when a run is resumed: how long it is and what is written down, not what is computed.

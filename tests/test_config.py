@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import json
 import re
 import subprocess
 import sys
@@ -340,6 +341,19 @@ def test_json_round_trip(recipe: Path, tmp_path: Path):
     written = tmp_path / "config.json"
     written.write_text(config_lib.to_json(config))
     assert load_config(written) == config
+
+
+def test_a_run_from_before_a_knob_came_has_its_default(recipe: Path, tmp_path: Path):
+    config = load_config(recipe, {"actor.clip_ratio": 0.1})
+    plain = json.loads(config_lib.to_json(config))
+    del plain["model"]["lora_rank"], plain["critic"]["optimizer"]["b1"], plain["logging"]
+    plain["actor"]["loss_kwargs"] = {}
+    (tmp_path / "config.json").write_text(json.dumps(plain))
+    for found in (config_lib.from_json(json.dumps(plain)), load_config(tmp_path / "config.json")):
+        assert dataclasses.replace(found, logging=config.logging) == config
+    plain["actor"]["clip_ration"] = 0.1
+    with pytest.raises(UserError, match="config.actor.clip_ration: no such key"):
+        config_lib.from_json(json.dumps(plain))
 
 
 def test_kwargs_must_survive_a_json_file(recipe: Path):
