@@ -58,6 +58,7 @@ def _model() -> dict:
         "lora_alpha": 16.0,  # a correction is A B x lora_alpha / lora_rank
         # all-linear, or some of q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj.
         "target_modules": ("all-linear",),
+        "quantize_base": "none",  # of the frozen projections beneath: none | int8 (a quarter of float32's memory)
         "scan_layers": True,  # True: one compiled layer, scanned (fast to compile). False: unrolled (faster on a CPU)
         # What the backward pass computes again instead of storing. none: nothing, most memory.
         # dots: all but matrix products. full: whole layers, least memory.

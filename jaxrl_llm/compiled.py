@@ -14,11 +14,12 @@ import jax
 import numpy as np
 
 from jaxrl_llm.sharding import Layout, abstract_like
-from jaxrl_llm.steps.phases import Program, Training, gen
+from jaxrl_llm.steps.phases import Program, gen
 from jaxrl_llm.steps.reward import JaxReward, write_scores
 from jaxrl_llm.steps.rollout import StopRules
 from jaxrl_llm.steps.sampling import Sampling
 from jaxrl_llm.steps.step import ACTOR, CRITIC, EVAL, GEN, GEN_MAX, step_key, update_phase_keys
+from jaxrl_llm.steps.training import Training
 from jaxrl_llm.types import Array, Batch, Params, Prompts, RunState
 
 Report = Callable[[str], None]

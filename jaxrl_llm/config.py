@@ -47,6 +47,7 @@ class Model:
     lora_rank: Count
     lora_alpha: AboveZero
     target_modules: tuple[str, ...]
+    quantize_base: Literal["none", "int8"]
     scan_layers: bool
     remat: Literal["none", "dots", "full"]
     logprob_chunk: Positive

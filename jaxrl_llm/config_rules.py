@@ -310,6 +310,8 @@ def _frozen(config: Config) -> Iterator[Broken]:
         yield Broken(("model.lora_rank", "model.fresh"), "corrections of random parameters teach nothing; set one to 0")
     if model.lora_rank and not model.target_modules:
         yield Broken(("model.lora_rank", "model.target_modules"), "nothing would be trained; name the modules")
+    if model.quantize_base != "none" and not model.lora_rank:
+        yield Broken(("model.quantize_base", "model.lora_rank"), "only what LoRA leaves frozen can be quantized")
     if model.lora_rank and config.reference.sync_steps:
         keys = ("model.lora_rank", "reference.sync_steps")
         yield Broken(keys, "with LoRA the reference is the model without its overlay, and stays so; set it to 0")

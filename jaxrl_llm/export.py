@@ -2,6 +2,7 @@
 
 python -m jaxrl_llm.export runs/addition models/addition
 python -m jaxrl_llm.export runs/addition models/addition-40 --step 40 --dtype bfloat16
+python -m jaxrl_llm.export runs/lora adapters/lora --adapter
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from jaxrl_llm.command_line import load_config, run_config
-from jaxrl_llm.errors import exit_code, leave
+from jaxrl_llm.errors import UserError, exit_code, leave
 from jaxrl_llm.loading import (
     holds_reward_model,
     load_inputs,
@@ -20,16 +21,27 @@ from jaxrl_llm.loading import (
     make_models,
     make_reward_model,
     policy_params,
+    trained_params,
 )
+from jaxrl_llm.models import hf
 from jaxrl_llm.models.hf_export import export_policy
+from jaxrl_llm.models.peft import export_adapter
 
 
-def export(run: str | Path, folder: str | Path, *, step: int | None = None, dtype: str | None = None) -> int:
+def export(
+    run: str | Path,
+    folder: str | Path,
+    *,
+    step: int | None = None,
+    dtype: str | None = None,
+    adapter: bool = False,
+) -> int:
     """Writes the policy of one of a run's checkpoints to `folder`; the step that it is of.
 
     Args:
       step: None is the newest.
       dtype: "float32" or "bfloat16"; None is that of the run's parameters.
+      adapter: only what LoRA trained, as an adapter folder of PEFT's; else the two are merged.
 
     Raises:
       UserError: the run's config.json is not there or not valid, or `folder` holds something already.
@@ -42,6 +54,13 @@ def export(run: str | Path, folder: str | Path, *, step: int | None = None, dtyp
         model = make_reward_model(config, inputs, layout)
     else:
         model, _ = make_models(config, inputs, layout)
+    if adapter:
+        m = config.model
+        if not m.lora_rank:
+            raise UserError(f"{run}: was trained without LoRA (model.lora_rank is 0), so there is no adapter")
+        overlay, step = trained_params(config, model, layout, run, step)
+        export_adapter(folder, overlay, hf.read_config(inputs.folder), alpha=m.lora_alpha, base_model=m.path)
+        return step
     params, step = policy_params(config, model, layout, inputs.folder, run, step)
     export_policy(folder, params, inputs.folder, dtype=dtype)
     return step
@@ -56,10 +75,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--dtype", choices=("float32", "bfloat16"), help="of the files (default: the run's parameters')"
     )
+    parser.add_argument("--adapter", action="store_true", help="only what LoRA trained, as PEFT's adapter folder")
     args = parser.parse_args(sys.argv[1:] if argv is None else list(argv))
 
     def body() -> None:
-        step = export(args.run, args.folder, step=args.step, dtype=args.dtype)
+        if args.adapter and args.dtype:
+            raise UserError("--dtype: an adapter is written as it was trained; leave it out")
+        step = export(args.run, args.folder, step=args.step, dtype=args.dtype, adapter=args.adapter)
         print(f"{args.folder}: the model of {args.run} after step {step}")
 
     return exit_code(body)

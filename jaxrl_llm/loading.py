@@ -24,9 +24,10 @@ from jaxrl_llm.models.lora import join
 from jaxrl_llm.models.transformer import TransformerConfig, init_params, make_transformer
 from jaxrl_llm.rewards import RewardSet, make_rewards
 from jaxrl_llm.sharding import Layout, abstract, make_mesh
-from jaxrl_llm.steps.phases import Program, Training, make_program, merged, overlay
+from jaxrl_llm.steps.phases import Program, make_program
 from jaxrl_llm.steps.rollout import StopRules
 from jaxrl_llm.steps.step import init_key
+from jaxrl_llm.steps.training import Training, declare_frozen, frozen, merged, overlay
 from jaxrl_llm.tokenizer import load_tokenizer, stop_automaton, token_bytes
 from jaxrl_llm.types import Array, Model, Params, RunState, TrainState
 
@@ -122,7 +123,7 @@ def make_models(config: Config, inputs: Inputs, layout: Layout) -> tuple[Model, 
     Raises:
       UserError: a model is too small for the tokenizer's ids or for the lengths of prompts and responses.
     """
-    frozen = config.model.lora_rank > 0  # what is never updated needs no more digits than it is computed with
+    with_lora = config.model.lora_rank > 0  # what is never updated needs no more digits than it is computed with
 
     def model(folder: Path, value_head: bool) -> Model:
         shape = _shape(config, inputs, folder)
@@ -131,11 +132,11 @@ def make_models(config: Config, inputs: Inputs, layout: Layout) -> tuple[Model, 
                 f"{folder}: no language model, but a sequence classifier (a reward model is given as "
                 "config.reward.model.path)"
             )
-        scale = config.model.lora_alpha / config.model.lora_rank if frozen else 1.0
+        scale = config.model.lora_alpha / config.model.lora_rank if with_lora else 1.0
         shape = dataclasses.replace(shape, lora_scale=scale)
         return make_transformer(
             shape,
-            param_dtype=jnp.dtype(config.model.param_dtype if value_head or not frozen else config.model.dtype),
+            param_dtype=jnp.dtype(config.model.param_dtype if value_head or not with_lora else config.model.dtype),
             compute_dtype=jnp.dtype(config.model.dtype),
             remat=config.model.remat,
             value_head=value_head,
@@ -287,7 +288,9 @@ def frozen_base(program: Program, inputs: Inputs) -> Params | None:
     """The actor's folder, frozen, if a role's parameters lie over it."""
     if not need_base(program.config):
         return None
-    return policy_params(program.config, program.actor_model, program.layout, inputs.folder)[0]
+    params, _ = policy_params(program.config, program.actor_model, program.layout, inputs.folder)
+    shardings = program.layout.params(declare_frozen(program.config, program.actor_model))
+    return jax.jit(partial(frozen, program.config), out_shardings=shardings)(params)
 
 
 def policy_params(
@@ -304,28 +307,54 @@ def policy_params(
     Raises:
       UserError, StorageError: naming what is missing or does not fit.
     """
-    declaration = model.declare()
     if run is not None:
-        trained = overlay(config, declaration) if config.model.lora_rank else declaration
-        checkpoints = Checkpoints(Path(run) / "checkpoints")
-        shapes = jax.tree.map(
-            lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
-            abstract(trained),
-            layout.params(trained),
-        )
-        step = checkpoints.latest_step() if step is None else step
-        if step is not None and SCORE not in declaration and holds_reward_model(run, step):
-            raise UserError(f"{run}: is a run of jaxrl_llm.reward_model, whose model writes no text; export it instead")
-        state, _ = checkpoints.restore({"actor": {"params": shapes}}, step, partial=True)
-        params = state["actor"]["params"]
+        params, step = trained_params(config, model, layout, run, step)
         if config.model.lora_rank:
             base, _ = policy_params(config, model, layout, folder)
             params = jax.jit(partial(merged, config))(join(params, base))
-        return params, step or 0
+        return params, step
     key = init_key(config.seed, 0)
     if config.model.fresh:
-        return jax.jit(lambda key: init_params(model, key), out_shardings=layout.params(declaration))(key), 0
+        return jax.jit(lambda key: init_params(model, key), out_shardings=layout.params(model.declare()))(key), 0
     return load_model_params(folder, model, layout, key), 0
+
+
+def ordinary_policy(program: Program, inputs: Inputs, state: RunState) -> Params:
+    """The policy of a state as an ordinary model's parameters: a LoRA overlay merged into the folder's own weights,
+    which are read again where the frozen ones are quantized."""
+    config = program.config
+    if not config.model.lora_rank:
+        return state.actor.params
+    base = state.base
+    if config.model.quantize_base != "none":
+        base, _ = policy_params(config, program.actor_model, program.layout, inputs.folder)
+    return jax.jit(partial(merged, config))(join(state.actor.params, base))
+
+
+def trained_params(
+    config: Config, model: Model, layout: Layout, run: str | Path, step: int | None = None
+) -> tuple[Params, int]:
+    """What a run trains of its actor, all parameters or a LoRA overlay, from a checkpoint, whose step is returned too.
+
+    Args:
+      step: None is the newest.
+
+    Raises:
+      UserError: the run's model is a reward model, and `model` is none.
+      StorageError: naming what is missing or does not fit.
+    """
+    declared = overlay(config, model.declare()) if config.model.lora_rank else model.declare()
+    checkpoints = Checkpoints(Path(run) / "checkpoints")
+    step = checkpoints.latest_step() if step is None else step
+    if step is not None and SCORE not in model.declare() and holds_reward_model(run, step):
+        raise UserError(f"{run}: is a run of jaxrl_llm.reward_model, whose model writes no text; export it instead")
+    shapes = jax.tree.map(
+        lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
+        abstract(declared),
+        layout.params(declared),
+    )
+    state, _ = checkpoints.restore({"actor": {"params": shapes}}, step, partial=True)
+    return state["actor"]["params"], step or 0
 
 
 def holds_reward_model(run: str | Path, step: int | None = None) -> bool:
@@ -356,7 +385,7 @@ def state_shardings(program: Program) -> RunState:
         reference=actor if program.ref and not program.reference_is_base else None,
         kl_coef=whole,
         step=whole,
-        base=actor if need_base(program.config) else None,
+        base=layout.params(declare_frozen(program.config, program.actor_model)) if need_base(program.config) else None,
     )
 
 

@@ -30,10 +30,12 @@ from jaxrl_llm.exchanges import Exchanges
 from jaxrl_llm.loading import Inputs, load_inputs, make_layout, make_reward_model, policy_params
 from jaxrl_llm.models import classifier, hf
 from jaxrl_llm.sharding import Layout, abstract_like
-from jaxrl_llm.steps.phases import Program, make_program, make_reward_training, sampler_view
+from jaxrl_llm.steps.phases import Program, make_program, sampler_view
 from jaxrl_llm.steps.scoring import score_responses
 from jaxrl_llm.steps.step import ACTOR
-from jaxrl_llm.trainer import Run, Stepped, host_metrics
+from jaxrl_llm.steps.training import make_reward_training
+from jaxrl_llm.timers import host_metrics
+from jaxrl_llm.trainer import Run, Stepped
 from jaxrl_llm.types import FINISH_LENGTH, FINISH_STOP, Batch, Model, Params
 
 

@@ -23,10 +23,12 @@ from jaxrl_llm.data import PromptBatch, field
 from jaxrl_llm.errors import UserError, exit_code, leave, naming
 from jaxrl_llm.models import hf
 from jaxrl_llm.sharding import abstract_like
-from jaxrl_llm.steps.phases import Program, make_sft
+from jaxrl_llm.steps.phases import Program
 from jaxrl_llm.steps.step import ACTOR
+from jaxrl_llm.steps.training import make_sft
+from jaxrl_llm.timers import host_metrics
 from jaxrl_llm.tokenizer import encode_response
-from jaxrl_llm.trainer import Run, Stepped, host_metrics
+from jaxrl_llm.trainer import Run, Stepped
 from jaxrl_llm.types import FINISH_LENGTH, FINISH_STOP, Batch
 
 

@@ -6,12 +6,9 @@ compiled before the first step (compiled.py).
 
 from __future__ import annotations
 
-import contextlib
 import shutil
-import time
 import warnings
-from collections.abc import Iterator, Mapping
-from functools import partial
+from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple, Self
@@ -34,18 +31,18 @@ from jaxrl_llm.loading import (
     initial_state,
     load_inputs,
     make_layout,
+    ordinary_policy,
 )
-from jaxrl_llm.metrics import extras_metrics, timing_metrics, variance_proxy
+from jaxrl_llm.metrics import extras_metrics, timing_metrics
 from jaxrl_llm.models.hf_export import export_policy
 from jaxrl_llm.models.lora import count
 from jaxrl_llm.reward_scorer import RewardScorer, make_scorer
 from jaxrl_llm.rewards import Scores
 from jaxrl_llm.samples import rollout_rows, sample_rows
 from jaxrl_llm.sharding import abstract_like
-from jaxrl_llm.steps.phases import Program, merged
+from jaxrl_llm.steps.phases import Program
 from jaxrl_llm.steps.sampling import Sampling
-from jaxrl_llm.steps.step import prefixed
-from jaxrl_llm.steps.update import summarize
+from jaxrl_llm.timers import Timers, host_metrics
 from jaxrl_llm.types import Batch, RunState, check_batch
 from jaxrl_llm.writers import RunWriter, check_loggers, machine_facts, previous_config
 
@@ -362,8 +359,7 @@ class Run:
         folder = self._workdir / "model"
         if folder.exists():  # of this run, when it was shorter
             shutil.rmtree(folder)
-        policy = jax.jit(partial(merged, self.config))(self._program.policy(self._state))
-        export_policy(folder, policy, self._inputs.folder)
+        export_policy(folder, ordinary_policy(self._program, self._inputs, self._state), self._inputs.folder)
         self._note(f"model: {folder}")
 
     def _write(self, step: int, metrics: Metrics) -> None:
@@ -394,38 +390,6 @@ class Run:
             self._note(f"LoRA: {trained:,} parameters are trained, {whole:,} are frozen")
         held_out = f", {size(self._inputs.held_out)} held out" if self._inputs.held_out else ""
         self._note(f"{size(self._data)} prompts of at most {self._data.longest} tokens{held_out}")
-
-
-class Timers:
-    """Seconds by phase. `with timer("gen") as wait:` measures until what `wait` was given is really there."""
-
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = {}
-
-    def reset(self) -> None:
-        self.seconds = {}
-
-    @contextlib.contextmanager
-    def __call__(self, phase: str) -> Iterator[Any]:
-        start = time.perf_counter()
-        yield jax.block_until_ready
-        self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - start
-
-
-def host_metrics(metrics: Any, updated: dict[str, list[Any]], prefix: Mapping[str, str] | None = None) -> Metrics:
-    """Everything a step measured on its devices, fetched at once, as numbers.
-
-    Args:
-      metrics: scalars by name.
-      updated: for each role the metrics of its updates.
-      prefix: role -> what its metrics' names begin with, where that is not the role.
-    """
-    metrics, updated = jax.device_get((metrics, updated))
-    for role, updates in updated.items():
-        stacked: Any = {name: np.stack([update[name] for update in updates]) for name in updates[0]}
-        metrics |= prefixed((prefix or {}).get(role, role), summarize(stacked, np))
-    metrics |= variance_proxy(metrics, np)
-    return {name: float(value) for name, value in metrics.items()}
 
 
 def _due(step: int, interval: int) -> bool:

@@ -19,7 +19,8 @@ from jaxrl_llm.config import Config, from_json, to_json
 from jaxrl_llm.errors import StorageError, UserError
 from jaxrl_llm.loggers import STATE, Logger, check_loggers, open_loggers
 from jaxrl_llm.progress import make_display
-from jaxrl_llm.report import Score, held_out, write_report
+from jaxrl_llm.report import write_report
+from jaxrl_llm.report_numbers import Score, held_out
 from jaxrl_llm.run_files import append_jsonl, keep_steps, read_jsonl, replace_file, storage, to_line
 
 __all__ = ["RunWriter", "check_loggers", "machine_facts", "previous_config", "read_jsonl"]

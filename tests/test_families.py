@@ -44,7 +44,8 @@ def test_defaults_are_those_of_transformers() -> None:
 
 
 def test_null_counts_as_absent() -> None:
-    assert config_of(num_key_value_heads=None, head_dim=None, rope_scaling=None, rope_parameters=None) == config_of()
+    keys = ("num_key_value_heads", "head_dim", "rope_scaling", "rope_parameters", "attention_bias", "hidden_act")
+    assert config_of(**dict.fromkeys(keys)) == config_of()
 
 
 def test_what_a_file_says_counts() -> None:

@@ -232,11 +232,20 @@ def test_grpo_with_a_critic_trains_the_same_actor(grpo: Watched, tmp_path: Path)
 REMAX = {"algorithm__estimator": "remax", **tiny_folder.KL_LOSS, "reference__sync_steps": 1}
 
 
-@pytest.mark.parametrize(
-    "overrides", [GRPO, {**PPO, "critic__warmup_steps": 1}, REMAX], ids=["grpo", "ppo, critic warm-up", "remax"]
-)
+LORA = {
+    **PPO,
+    "model__lora_rank": 2,
+    "model__scan_layers": False,
+    "critic__freeze_trunk": True,
+    "reference__sync_steps": 0,
+    "reference__sync_alpha": 1.0,
+}
+STEPS = {"grpo": GRPO, "ppo, critic warm-up": {**PPO, "critic__warmup_steps": 1}, "remax": REMAX, "lora": LORA}
+
+
+@pytest.mark.parametrize("overrides", STEPS.values(), ids=STEPS)
 def test_the_pure_step_is_the_trainers(overrides: dict[str, Any]) -> None:
-    """`make_step`, jitted as one program, and the phases that the trainer runs one by one."""
+    """`make_step`, jitted as one program, and the phases that the trainer runs one by one, each from the same state."""
     jax_reward = {"reward__functions": ("tests.tiny_folder:near_answer",), "reward__weights": ()}
     config = tiny_folder.config(**{**overrides, **QUIET, **jax_reward}, trainer__steps=3)
     inputs, layout = load_inputs(config), make_layout(config)
@@ -260,8 +269,9 @@ def test_the_pure_step_is_the_trainers(overrides: dict[str, Any]) -> None:
             assert names <= set(metrics) | {"rewards/near_answer/mean"}
             for name in names & set(metrics):
                 np.testing.assert_allclose(found[name], metrics[name], rtol=2e-3, atol=2e-5, err_msg=name)
-            live = on_host(run)
+            live = run.state()
             jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-4), state, live)
+            state = live
 
 
 # Leaving early

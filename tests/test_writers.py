@@ -19,7 +19,7 @@ import pytest
 from rich.console import Console
 
 from configs import base
-from jaxrl_llm import progress, writers
+from jaxrl_llm import live, meters, progress, writers
 from jaxrl_llm.config import Config, from_config_dict, to_json
 from jaxrl_llm.errors import StorageError, UserError
 
@@ -248,7 +248,7 @@ def test_plain_lines():
 
 
 def test_time_left_ignores_the_step_that_compiles():
-    left = progress.TimeLeft(100)
+    left = meters.TimeLeft(100)
     assert left.after(0, {"val-core/sums/reward/mean@1": 0.5}) == ""
     assert left.after(1, {"perf/time_per_step": 300.0}) == ""
     assert left.after(2, {"perf/time_per_step": 1.0, "timing_s/step": 2.0}) == "3m16s"  # evaluation takes time too
@@ -282,7 +282,7 @@ def test_plain_text_is_harmless():
 
 
 def test_a_meter_of_small_numbers():
-    kl = next(meter for meter in progress.METERS if meter.label == "kl")
+    kl = next(meter for meter in meters.METERS if meter.label == "kl")
     assert [kl.text(value) for value in (0.0, 0.01234, -3e-6)] == ["0.0000", "0.0123", "-3e-06"]
     # With one update a batch it is 0 by construction, which is not worth a line.
     assert kl.value({"actor/ppo_kl": 0.0}) is None and kl.value({"actor/ppo_kl": 0.5}) == 0.5
@@ -315,7 +315,7 @@ def test_rich_display_shows_text_as_it_is(capsys: pytest.CaptureFixture[str]):
 def test_the_board_fits_its_terminal(width: int):
     stream = io.StringIO()
     console = Console(file=stream, width=width, force_terminal=True, color_system=None)
-    board = progress.Board("trial", 500)
+    board = live.Board("trial", 500)
     console.print(board)  # before the first step
     score = {"val-core/sums/reward/mean@1": 0.5, "val-aux/sums/reward/low95": 0.4, "val-aux/sums/reward/high95": 0.6}
     timing = {"timing_s/gen": 3.0, "timing_s/update_actor": 1.0, "timing_s/step": 4.0}

@@ -44,7 +44,8 @@ def whole(hf: HFConfig, key: str, *, default: int) -> int:
 
 
 def flag(hf: HFConfig, key: str) -> bool:
-    value = hf.get(key, False)
+    """True or false; what is absent or null is false."""
+    value = False if hf.get(key) is None else hf[key]
     if not isinstance(value, bool):
         raise UserError(f"config.json: {key}: expected true or false, found {value!r}")
     return value

@@ -76,8 +76,10 @@ def _rms_norm(config: TransformerConfig, x: Array, weight: Array) -> Array:
 
 
 def _dense(config: TransformerConfig, x: Array, layer: dict[str, Array]) -> Array:
-    """x W + b, and with an overlay + lora_scale · (x A) B (lora.py)."""
+    """x W + b; with an overlay + lora_scale · (x A) B (lora.py); W is scale · Q where it is quantized (quantize.py)."""
     out = x @ layer["kernel"].astype(x.dtype)
+    if "scale" in layer:
+        out = out * layer["scale"].astype(x.dtype)[None, None, :]
     if "lora_a" in layer:
         out = out + config.lora_scale * (x @ layer["lora_a"].astype(x.dtype) @ layer["lora_b"].astype(x.dtype))
     return out + layer["bias"].astype(x.dtype)[None, None, :] if "bias" in layer else out

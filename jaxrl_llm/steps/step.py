@@ -21,8 +21,9 @@ import jax
 import jax.numpy as jnp
 
 from jaxrl_llm.metrics import variance_proxy
-from jaxrl_llm.steps.phases import Program, Training
+from jaxrl_llm.steps.phases import Program
 from jaxrl_llm.steps.reward import JaxReward, write_scores
+from jaxrl_llm.steps.training import Training
 from jaxrl_llm.steps.update import Metrics, run_updates
 from jaxrl_llm.types import Array, Batch, Params, Prompts, RunState, TrainState
 

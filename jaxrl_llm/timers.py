@@ -1,0 +1,49 @@
+"""Clocks of a step's phases, and its metrics as numbers of the host."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxrl_llm.metrics import variance_proxy
+from jaxrl_llm.steps.step import prefixed
+from jaxrl_llm.steps.update import summarize
+
+Metrics = dict[str, float]
+
+
+class Timers:
+    """Seconds by phase. `with timer("gen") as wait:` measures until what `wait` was given is really there."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+
+    def reset(self) -> None:
+        self.seconds = {}
+
+    @contextlib.contextmanager
+    def __call__(self, phase: str) -> Iterator[Any]:
+        start = time.perf_counter()
+        yield jax.block_until_ready
+        self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - start
+
+
+def host_metrics(metrics: Any, updated: dict[str, list[Any]], prefix: Mapping[str, str] | None = None) -> Metrics:
+    """Everything a step measured on its devices, fetched at once, as numbers.
+
+    Args:
+      metrics: scalars by name.
+      updated: for each role the metrics of its updates.
+      prefix: role -> what its metrics' names begin with, where that is not the role.
+    """
+    metrics, updated = jax.device_get((metrics, updated))
+    for role, updates in updated.items():
+        stacked: Any = {name: np.stack([update[name] for update in updates]) for name in updates[0]}
+        metrics |= prefixed((prefix or {}).get(role, role), summarize(stacked, np))
+    metrics |= variance_proxy(metrics, np)
+    return {name: float(value) for name, value in metrics.items()}
