@@ -57,6 +57,8 @@ seed = 0  # @param {type:"integer"}
 if SMALL:
     pair_steps, steps = 3, 2
 common = {"seed": seed, "logging.progress": "none"}
+if SMALL:
+    common |= {"eval.max_prompts": 40, "eval.batch_size": 40}
 
 # %% [markdown]
 # ## Pairs
@@ -64,7 +66,7 @@ common = {"seed": seed, "logging.progress": "none"}
 # file of records with these fields is all that `data.train` needs.
 
 # %%
-for pair in column_pairs(split="test")[:5]:
+for pair in column_pairs(split="test")[::200]:
     print(pair["prompt"], " better:", pair["chosen"], " worse:", pair["rejected"])
 
 # %% [markdown]
@@ -74,10 +76,10 @@ for pair in column_pairs(split="test")[:5]:
 # one wins.
 
 # %%
-changes = {**common, "trainer.steps": pair_steps, "eval.interval": max(1, pair_steps // 10)}
+pair_changes = {**common, "trainer.steps": pair_steps, "eval.interval": max(1, pair_steps // 10)}
 if SMALL:
-    changes |= {"data.train_batch_size": 8, "data.train": ("jaxrl_llm.tasks:column_pairs(split='test')",)}
-config = jaxrl_llm.load_config(f"{ROOT}/configs/quickstart_reward_model.py", changes)
+    pair_changes |= {"data.train_batch_size": 8, "data.train": ("jaxrl_llm.tasks:column_pairs(split='test')",)}
+config = jaxrl_llm.load_config(f"{ROOT}/configs/quickstart_reward_model.py", pair_changes)
 pair_history = [metrics for metrics, _ in train_reward_model(config, folder / "reward_model")]
 
 # %% [markdown]
@@ -121,26 +123,58 @@ plt.show()
 # only watched (`exact` has weight 0): the policy is never told.
 
 # %%
-changes = {**chain, "trainer.steps": steps, "eval.interval": max(1, steps // 20), "trainer.export": False}
+policy_changes = {**chain, "trainer.steps": steps, "eval.interval": max(1, steps // 20), "trainer.export": False}
 if SMALL:
-    changes |= {"data.train_batch_size": 8, "actor.mini_batch_size": 4}
-    changes |= {"critic.warmup_steps": 1, "critic.mini_batch_size": 4}
-config = jaxrl_llm.load_config(f"{ROOT}/configs/quickstart_rlhf.py", changes)
-history = [metrics for metrics, _ in jaxrl_llm.fit(config)]
+    policy_changes |= {"data.train_batch_size": 8, "actor.mini_batch_size": 4}
+    policy_changes |= {"critic.warmup_steps": 1, "critic.mini_batch_size": 4}
+
+
+def train_policy(**more):
+    config = jaxrl_llm.load_config(f"{ROOT}/configs/quickstart_rlhf.py", policy_changes | more)
+    return [metrics for metrics, _ in jaxrl_llm.fit(config)]
+
+
+history = train_policy()
 
 # %%
 SCORE, EXACT = "val-core/column_sums/reward/mean@1", "val-aux/column_sums/exact/mean@1"
+
+
+def evaluated(history, name):
+    """The steps at which a run was evaluated, and what was found."""
+    return zip(*[(i + 1, m[name]) for i, m in enumerate(history) if name in m], strict=True)
+
+
 figure, axes = plt.subplots(1, 3, figsize=(12, 3.2), layout="constrained")
-at = [i + 1 for i, m in enumerate(history) if EXACT in m]
-axes[0].plot(at, [history[i - 1][SCORE] for i in at], "o-")
+axes[0].plot(*evaluated(history, SCORE), "o-")
 axes[0].set(title="Held out: the reward model's score", xlabel="step")
-axes[1].plot(at, [history[i - 1][EXACT] for i in at], "o-")
+axes[1].plot(*evaluated(history, EXACT), "o-")
 axes[1].set(title="Held out: right sums, only watched", xlabel="step", ylim=(0, 1.02))
 axes[2].plot([m["actor/reward_kl_penalty"] for m in history])
 axes[2].set(title="KL to the packaged model, nats a token", xlabel="step")
 plt.show()
-print(f"held-out sums right after training: {history[at[-1] - 1][EXACT]:.3f}")
+print(f"held-out sums right after training: {history[-1][EXACT]:.3f}")
 
 # %% [markdown]
-# The two curves rise together as long as the reward model knows better than the policy. Where it does not, PPO finds
-# out: train it on fewer pairs (`pair_steps = 100`) and look again, with and without the KL.
+# ## Where the reward model is wrong
+# A policy finds what a reward model wrongly likes. The same with one that has seen a fifth of the pairs: without the KL
+# its score keeps rising while the sums go wrong again. Nothing but what is only watched tells (Gao et al. 2022).
+
+# %%
+weak_changes = pair_changes | {"trainer.steps": 3 if SMALL else 100, "data.eval": (), "eval.interval": 0}
+config = jaxrl_llm.load_config(f"{ROOT}/configs/quickstart_reward_model.py", weak_changes)
+_ = [metrics for metrics, _ in train_reward_model(config, folder / "weak")]
+weak = {"reward.model.path": str(folder / "weak" / "model")}
+histories = {
+    coefficient: train_policy(**weak, **{"algorithm.kl_ctrl.kl_coef": coefficient}) for coefficient in (kl_coef, 0.0)
+}
+
+# %%
+figure, axes = plt.subplots(1, 2, figsize=(9, 3.2), layout="constrained")
+for coefficient, found in histories.items():
+    for ax, name in zip(axes, (SCORE, EXACT), strict=True):
+        ax.plot(*evaluated(found, name), "o-", markersize=4, label=f"kl_coef {coefficient}")
+axes[0].set(title="Held out: the weak model's score", xlabel="step")
+axes[1].set(title="Held out: right sums", xlabel="step", ylim=(0, 1.02))
+axes[1].legend()
+plt.show()
