@@ -110,7 +110,7 @@ def _data() -> dict:
 def _reward() -> dict:
     return {
         # Names of built-in rewards (jaxrl_llm/rewards/registry.py), module:function or file.py:function; arguments may
-        # follow, as in "format(pattern='…')".
+        # follow, as in "format(pattern='…')". None are needed where there is a reward model.
         "functions": (),
         "weights": (),  # factor of each in the score; (): 1 each
         "data_sources": (),  # per function the record's data_source that it scores, "": all; (): all score all
@@ -191,7 +191,9 @@ def _actor() -> dict:
 def _critic() -> dict:
     return {
         "enable": "auto",  # auto: when the estimator is gae | yes | no
-        "path": "",  # folder or hub id it starts from, with a fresh value head; "": the actor's
+        # Folder or hub id it starts from, with a fresh value head, or a reward model's, with that model's; "": the
+        # actor's.
+        "path": "",
         "freeze_trunk": False,  # True: only a value head is trained, on the actor's frozen first parameters
         "warmup_steps": 0,  # steps at the start in which only the critic is trained
         **_minibatches(),

@@ -1,9 +1,9 @@
 """The second stage of RLHF: a reward model that tells right sums from wrong ones, from the packaged model.
 
 Pairs of a right and a wrong answer to `47+38=`, as people would have given them; 1,000 of the 10,000 sums are held out.
+The run leaves the reward model in its folder's model/, where quickstart_rlhf.py looks for it.
 
     python -m jaxrl_llm.reward_model --config configs/quickstart_reward_model.py --workdir runs/quickstart_reward_model
-    python -m jaxrl_llm.export runs/quickstart_reward_model models/quickstart_reward_model
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ def get_config() -> Any:
         train_batch_size=128,
         chat_template=False,
     )
-    config.rollout.update(prompt_length=8, response_length=5)
-    config.reward.functions = ("exact",)  # a configuration must have one; nothing is scored by it here
+    config.rollout.update(prompt_length=6, response_length=4)
+    config.reward.functions = ("exact",)  # a configuration must have one; here it scores nothing
     config.reward.model.center_coefficient = 0.01
     config.optimizer.update(lr=1e-3, schedule="cosine", warmup_steps=20, weight_decay=0.0)
-    config.trainer.update(steps=500, save_interval=500, log_interval=50, sample_interval=0)
+    config.trainer.update(steps=500, save_interval=500, log_interval=50, sample_interval=0, export=True)
     config.eval.update(interval=100, batch_size=500)
     return config

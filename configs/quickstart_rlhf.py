@@ -17,6 +17,6 @@ from configs import quickstart_ppo
 def get_config() -> Any:
     config = quickstart_ppo.get_config()
     config.reward.update(functions=("exact",), weights=(0.0,))
-    config.reward.model.update(path="models/quickstart_reward_model", chat_template=False, max_length=12)
+    config.reward.model.update(path="runs/quickstart_reward_model/model", chat_template=False)
     config.algorithm.kl_ctrl.update(kl_coef=0.05)
     return config

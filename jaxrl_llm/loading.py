@@ -18,7 +18,7 @@ from jaxrl_llm.config import Config, Rollout, check_devices, need_base, need_cri
 from jaxrl_llm.data import PromptData
 from jaxrl_llm.errors import UserError, naming
 from jaxrl_llm.models import classifier, hf
-from jaxrl_llm.models.declare import SCORE, init_declared
+from jaxrl_llm.models.declare import SCORE, VALUE_HEAD, init_declared
 from jaxrl_llm.models.families import transformer_config
 from jaxrl_llm.models.lora import join
 from jaxrl_llm.models.transformer import TransformerConfig, init_params, make_transformer
@@ -222,13 +222,19 @@ def _folder(path: str, inputs: Inputs) -> Path:
 
 def load_model_params(folder: Path, model: Model, layout: Layout, key: Array) -> Params:
     """A folder's parameters, put on the mesh leaf by leaf; a value head, which no folder has, starts from the key, and
-    so does a reward model's head where the folder is a language model's.
+    so does a reward model's head where the folder is a language model's. A critic that is made of a reward model starts
+    from its head (Ouyang et al. 2022, https://arxiv.org/abs/2203.02155).
 
     Raises:
       UserError: naming the tensors that are missing, unknown or of another shape.
     """
-    declaration = model.declare()
-    fresh = {SCORE} & set(declaration) if not hf.is_classifier(hf.read_config(folder)) else ()
+    declaration, of_classifier = model.declare(), hf.is_classifier(hf.read_config(folder))
+    head = declaration.get(VALUE_HEAD) if of_classifier else None
+    if head:
+        classifier.check_reward_model(folder)
+        kernel = dataclasses.replace(head["kernel"], shape=(1, *head["kernel"].shape), axes=(None, None))
+        declaration = {name: x for name, x in declaration.items() if name != VALUE_HEAD} | {SCORE: kernel}
+    fresh = {SCORE} & set(declaration) if not of_classifier else ()
     shardings = {
         jax.tree_util.keystr(path, simple=True, separator="/"): sharding
         for path, sharding in jax.tree.flatten_with_path(layout.params(declaration))[0]
@@ -237,7 +243,11 @@ def load_model_params(folder: Path, model: Model, layout: Layout, key: Array) ->
     def place(path: str, array: np.ndarray) -> Any:
         return jax.device_put(array, shardings[path])
 
-    return hf.load_params(folder, declaration, place=place, key=key, fresh=fresh)
+    params = hf.load_params(folder, declaration, place=place, key=key, fresh=fresh)
+    if head:
+        bias = jax.device_put(np.zeros((), head["bias"].dtype), layout.replicated)
+        params[VALUE_HEAD] = {"kernel": params.pop(SCORE)[0], "bias": bias}
+    return params
 
 
 def build_program(config: Config, inputs: Inputs, layout: Layout, total_steps: int) -> Program:

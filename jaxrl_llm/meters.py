@@ -39,6 +39,7 @@ class Meter(NamedTuple):
 METERS = (
     Meter("reward", ("critic/score/mean",), "{:.3f}"),
     Meter("loss", ("train/loss",), "{:.4f}"),
+    Meter("in order", ("train/accuracy",), "{:.1%}"),  # pairs, by a reward model that is trained
     Meter("kl(ref)", ("actor/kl_loss", "actor/reward_kl_penalty"), "{:.4f}"),
     Meter("kl", ("actor/ppo_kl",), "{:.4f}", if_not_zero=True),  # with one update a batch the policy is the old one
     Meter("entropy", ("actor/entropy",), "{:.3f}"),

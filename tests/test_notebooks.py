@@ -33,8 +33,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_there_are_five() -> None:
-    assert [name[0] for name in NAMES] == list("12345")
+def test_there_are_six() -> None:
+    assert [name[0] for name in NAMES] == list("123456")
     assert sorted(path.stem for path in NOTEBOOKS.glob("*.ipynb")) == NAMES
 
 

@@ -17,15 +17,16 @@ import pytest
 from jaxrl_llm import evaluate
 from jaxrl_llm.config import to_json
 from jaxrl_llm.errors import UserError
-from jaxrl_llm.loading import load_inputs, make_layout
+from jaxrl_llm.loading import load_inputs, load_model_params, make_layout
 from jaxrl_llm.models import classifier, hf
 from jaxrl_llm.models.families import transformer_config
 from jaxrl_llm.models.tensor_files import TensorFolder, write_tensors
 from jaxrl_llm.models.transformer import make_transformer
 from jaxrl_llm.reward_scorer import RewardScorer, make_scorer
+from jaxrl_llm.sharding import Layout
 from jaxrl_llm.steps.scoring import score_sequences
 from jaxrl_llm.trainer import fit
-from jaxrl_llm.types import Array, Model, Params
+from jaxrl_llm.types import Array, Model, Param, Params
 from jaxrl_llm.writers import read_jsonl
 from tests import tiny_folder
 from tests.tiny import quick_jit as jit
@@ -282,6 +283,21 @@ def test_scores_that_are_no_numbers_are_failed_rows(folder: Path) -> None:
     prompts = np.repeat(np.asarray(((batch.prompts == tiny_folder.VOCABULARY["5"]) & batch.prompt_mask).any(1)), 4)
     np.testing.assert_array_equal(np.asarray(batch.row_valid), ~(spoilt | prompts))
     assert 0 < metrics["reward/failed_ratio"] < 1
+
+
+def test_a_critic_may_start_from_it() -> None:
+    model = make_transformer(transformer_config(tiny_folder.LLAMA), value_head=True)
+    folder = tiny_folder.reward_folder()
+    found = load_model_params(folder, model, Layout.single(), jax.random.key(0))
+    assert jax.tree.structure(found) == jax.tree.structure(jax.tree.map(lambda p: 0, model.declare(), is_leaf=is_param))
+    of_model = load(folder)[1]
+    np.testing.assert_array_equal(found["value_head"]["kernel"], of_model.pop("score")[0])
+    assert found.pop("value_head")["bias"] == 0
+    jax.tree.map(np.testing.assert_array_equal, found, of_model)
+
+
+def is_param(x: Any) -> bool:
+    return isinstance(x, Param)
 
 
 def test_evaluate_scores_by_the_model_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
