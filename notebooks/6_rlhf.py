@@ -157,8 +157,9 @@ print(f"held-out sums right after training: {history[-1][EXACT]:.3f}")
 
 # %% [markdown]
 # ## Where the reward model is wrong
-# A policy finds what a reward model wrongly likes. The same with one that has seen a fifth of the pairs: without the KL
-# its score keeps rising while the sums go wrong again. Nothing but what is only watched tells (Gao et al. 2022).
+# Already the model above likes `47+38=84`: few pairs have shown it sums that are off by one. A policy finds what a reward
+# model wrongly likes. The same with one that has seen a fifth of the pairs: without the KL its score keeps rising while
+# the sums go wrong again. Nothing but what is only watched tells (Gao et al. 2022).
 
 # %%
 weak_changes = pair_changes | {"trainer.steps": 3 if SMALL else 100, "data.eval": (), "eval.interval": 0}
