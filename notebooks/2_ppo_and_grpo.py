@@ -52,7 +52,7 @@ warmup_steps = 40  # @param {type:"integer"}
 ppo_changes = {"critic.warmup_steps": warmup_steps, "critic.epochs": 4, "critic.mini_batch_size": 8}
 if SMALL:
     warmup_steps = 1
-    changes |= {"data.train_batch_size": 8, "actor.mini_batch_size": 4}
+    changes |= {"data.train_batch_size": 8, "actor.mini_batch_size": 4, "model.scan_layers": True}
     ppo_changes |= {"critic.warmup_steps": 1, "critic.mini_batch_size": 4}
 
 

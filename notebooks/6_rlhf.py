@@ -58,7 +58,7 @@ if SMALL:
     pair_steps, steps = 3, 2
 common = {"seed": seed, "logging.progress": "none"}
 if SMALL:
-    common |= {"eval.max_prompts": 40, "eval.batch_size": 40}
+    common |= {"eval.max_prompts": 40, "eval.batch_size": 40, "model.scan_layers": True}
 
 # %% [markdown]
 # ## Pairs
