@@ -21,7 +21,7 @@ import jax
 import numpy as np
 
 from jaxrl_llm.command_line import make_parser, parse_args
-from jaxrl_llm.compiled import Compiled, CompiledTraining, compile_training
+from jaxrl_llm.compiled import Compiled
 from jaxrl_llm.config import Config, check_devices
 from jaxrl_llm.data import PromptBatch, PromptData, field
 from jaxrl_llm.errors import UserError, exit_code, leave, naming
@@ -32,10 +32,8 @@ from jaxrl_llm.models import classifier, hf
 from jaxrl_llm.sharding import Layout, abstract_like
 from jaxrl_llm.steps.phases import Program, make_program, sampler_view
 from jaxrl_llm.steps.scoring import score_responses
-from jaxrl_llm.steps.step import ACTOR
 from jaxrl_llm.steps.training import make_reward_training
-from jaxrl_llm.timers import host_metrics
-from jaxrl_llm.trainer import Run, Stepped
+from jaxrl_llm.supervised import SupervisedRun
 from jaxrl_llm.types import FINISH_LENGTH, FINISH_STOP, Batch, Model, Params
 
 
@@ -196,7 +194,7 @@ def evaluate_pairs(config: Config, run: str | Path, report: Callable[[str], None
     return make_pair_evaluator(config, inputs, layout, model, view, report)(view, step)[1]
 
 
-class RewardModelRun(Run):
+class RewardModelRun(SupervisedRun):
     """A run like that of `fit`, whose step reads pairs of responses instead of sampling and scoring."""
 
     def _make_scorer(self) -> tuple[None, Inputs]:
@@ -214,46 +212,15 @@ class RewardModelRun(Run):
         program = make_program(config, model, layout=self._layout, total_steps=self.total_steps)
         return dataclasses.replace(program, actor=training, ref=None)
 
-    def _compile(self) -> None:
-        self._note("compiling the update (once, before the first step)")
-        config, program, state = self.config, self._program, abstract_like(self._state)
-        given = self._data.batch(self._cursor, config.data.train_batch_size)
-        self._training: CompiledTraining = compile_training(
-            "update",
-            program.actor,
-            state.actor,
-            abstract_like(self._layout.put_rows(self._pairs.batch(given))),
-            self._layout,
-            seed=config.seed,
-            consumer=ACTOR,
-            report=self._note,
-        )
-        policy = program.policy(state)
-        self._update_weights = Compiled("update_weights", program.update_weights, policy, report=self._note)
-        self._evaluator: Any = None
-        if self._inputs.held_out is not None:
-            model, view = program.actor_model, self._update_weights.out
-            self._evaluator = make_pair_evaluator(config, self._inputs, self._layout, model, view, self._note)
+    def _batch(self, given: PromptBatch) -> Batch:
+        return self._pairs.batch(given)
 
-    def _step(self) -> Stepped:
-        timer, number = self._timers, np.int32(self.step)
-        with timer("data") as wait:
-            given = self._data.batch(self._cursor, self.config.data.train_batch_size)
-            host = self._pairs.batch(given)
-            batch = wait(self._layout.put_rows(host))
-        with timer("update_actor"):
-            updated = self._train("actor", self._training, batch, number)
-        self.step, self._cursor = self.step + 1, given.cursor
-        done = jax.device_put(np.int32(self.step), self._layout.replicated)
-        self._state = self._state.replace(step=done)
-        prompt_tokens, response_tokens = int(np.sum(host.prompt_mask)), int(np.sum(host.response_mask))
-        metrics = host_metrics({}, {"actor": updated}, prefix={"actor": "train"}) | {
-            "train/truncated_ratio": float((np.asarray(host.finish_reason) == FINISH_LENGTH).mean()),
-            "response_length/mean": response_tokens / host.num_rows,
-            "perf/response_tokens": float(response_tokens),
-            "perf/total_num_tokens": float(prompt_tokens + response_tokens),
-        }
-        return Stepped(metrics, batch, given, [], None)
+    def _make_evaluator(self, update_weights: Compiled) -> Any:
+        self._update_weights = update_weights
+        if self._inputs.held_out is None:
+            return None
+        model, view = self._program.actor_model, update_weights.out
+        return make_pair_evaluator(self.config, self._inputs, self._layout, model, view, self._note)
 
 
 def train_reward_model(config: Config, workdir: str | Path | None = None) -> RewardModelRun:

@@ -13,26 +13,21 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-import jax
 import numpy as np
 
 from jaxrl_llm.command_line import make_parser, parse_args
-from jaxrl_llm.compiled import Compiled, CompiledTraining, compile_training
 from jaxrl_llm.config import Config
 from jaxrl_llm.data import PromptBatch, field
 from jaxrl_llm.errors import UserError, exit_code, leave, naming
 from jaxrl_llm.models import hf
-from jaxrl_llm.sharding import abstract_like
 from jaxrl_llm.steps.phases import Program
-from jaxrl_llm.steps.step import ACTOR
 from jaxrl_llm.steps.training import make_sft
-from jaxrl_llm.timers import host_metrics
+from jaxrl_llm.supervised import SupervisedRun
 from jaxrl_llm.tokenizer import encode_response
-from jaxrl_llm.trainer import Run, Stepped
 from jaxrl_llm.types import FINISH_LENGTH, FINISH_STOP, Batch
 
 
-class SftRun(Run):
+class SftRun(SupervisedRun):
     """A run like that of `fit`, whose step reads its responses instead of sampling and scoring them."""
 
     def _make_program(self) -> Program:
@@ -40,25 +35,6 @@ class SftRun(Run):
         training = make_sft(self.config, program.actor_model, self._layout, self.total_steps)
         self._eos_id = hf.read_eos_ids(self._inputs.folder)[0]
         return dataclasses.replace(program, actor=training, critic=None, critic_model=None, ref=None)
-
-    def _compile(self) -> None:
-        self._note("compiling the update (once, before the first step)")
-        state = abstract_like(self._state)
-        batch = self._layout.put_rows(self._batch(self._data.batch(self._cursor, self.config.data.train_batch_size)))
-        self._training: CompiledTraining = compile_training(
-            "update",
-            self._program.actor,
-            state.actor,
-            abstract_like(batch),
-            self._layout,
-            seed=self.config.seed,
-            consumer=ACTOR,
-            report=self._note,
-            frozen=self._program.actor.base(state),
-        )
-        policy = self._program.policy(state)
-        view = Compiled("update_weights", self._program.update_weights, policy, report=self._note)
-        self._evaluator = self._compile_evaluator(view)
 
     def _batch(self, given: PromptBatch) -> Batch:
         """The prompts with their responses, cut at the frame's width, as one finished batch on the host."""
@@ -88,25 +64,6 @@ class SftRun(Run):
             "loss_mask": mask,
         }
         return Batch(**found)
-
-    def _step(self) -> Stepped:
-        timer, number = self._timers, np.int32(self.step)
-        with timer("data") as wait:
-            given = self._data.batch(self._cursor, self.config.data.train_batch_size)
-            host = self._batch(given)
-            batch = wait(self._layout.put_rows(host))
-        with timer("update_actor"):
-            updated = self._train("actor", self._training, batch, number)
-        self.step, self._cursor = self.step + 1, given.cursor
-        done = jax.device_put(np.int32(self.step), self._layout.replicated)
-        self._state = self._state.replace(step=done)
-        prompt_tokens, response_tokens = int(np.sum(host.prompt_mask)), int(np.sum(host.response_mask))
-        metrics = host_metrics({}, {"actor": updated}, prefix={"actor": "train"}) | {
-            "response_length/mean": response_tokens / len(given.records),
-            "perf/response_tokens": float(response_tokens),
-            "perf/total_num_tokens": float(prompt_tokens + response_tokens),
-        }
-        return Stepped(metrics, batch, given, [], None)
 
 
 def sft(config: Config, workdir: str | Path | None = None) -> SftRun:

@@ -57,9 +57,10 @@ ALLOWED: dict[str, set[str]] = {
     "evaluate": HOST
     | {"command_line", "models", "steps", "loading", "compiled", "evaluation", "reward_model", "reward_scorer"},
     "fetch": BASE | {"models"},
-    "sft": HOST | {"command_line", "models", "steps", "compiled", "timers", "trainer"},
+    "supervised": HOST | {"compiled", "evaluation", "steps", "timers", "trainer"},
+    "sft": HOST | {"command_line", "models", "steps", "supervised"},
     "reward_model": HOST
-    | {"command_line", "models", "steps", "compiled", "evaluation", "exchanges", "loading", "timers", "trainer"},
+    | {"command_line", "models", "steps", "compiled", "evaluation", "exchanges", "loading", "supervised"},
     "export": {"command_line", "errors", "loading", "models"},
     "quickstart": BASE | {"models"},
     "generate": HOST | {"command_line", "models", "steps", "loading"},

@@ -1,0 +1,64 @@
+"""A run whose batches are given, not sampled and scored: what fine-tuning and a reward model's training share."""
+
+from __future__ import annotations
+
+import jax
+import numpy as np
+
+from jaxrl_llm.compiled import Compiled, CompiledTraining, compile_training
+from jaxrl_llm.data import PromptBatch
+from jaxrl_llm.evaluation import Evaluator
+from jaxrl_llm.sharding import abstract_like
+from jaxrl_llm.steps.step import ACTOR
+from jaxrl_llm.timers import host_metrics
+from jaxrl_llm.trainer import Run, Stepped
+from jaxrl_llm.types import FINISH_LENGTH, Batch
+
+
+class SupervisedRun(Run):
+    """A run like that of `fit`; a subclass says how records become a finished batch, and what is trained on it."""
+
+    def _batch(self, given: PromptBatch) -> Batch:
+        """The finished batch of these prompts and what their records hold, on the host."""
+        raise NotImplementedError
+
+    def _make_evaluator(self, update_weights: Compiled) -> Evaluator | None:
+        return self._compile_evaluator(update_weights)
+
+    def _compile(self) -> None:
+        self._note("compiling the update (once, before the first step)")
+        program, state = self._program, abstract_like(self._state)
+        given = self._data.batch(self._cursor, self.config.data.train_batch_size)
+        self._training: CompiledTraining = compile_training(
+            "update",
+            program.actor,
+            state.actor,
+            abstract_like(self._layout.put_rows(self._batch(given))),
+            self._layout,
+            frozen=program.actor.base(state),
+            seed=self.config.seed,
+            consumer=ACTOR,
+            report=self._note,
+        )
+        view = Compiled("update_weights", program.update_weights, program.policy(state), report=self._note)
+        self._evaluator = self._make_evaluator(view)
+
+    def _step(self) -> Stepped:
+        timer, number = self._timers, np.int32(self.step)
+        with timer("data") as wait:
+            given = self._data.batch(self._cursor, self.config.data.train_batch_size)
+            host = self._batch(given)
+            batch = wait(self._layout.put_rows(host))
+        with timer("update_actor"):
+            updated = self._train("actor", self._training, batch, number)
+        self.step, self._cursor = self.step + 1, given.cursor
+        done = jax.device_put(np.int32(self.step), self._layout.replicated)
+        self._state = self._state.replace(step=done)
+        prompt_tokens, response_tokens = int(np.sum(host.prompt_mask)), int(np.sum(host.response_mask))
+        metrics = host_metrics({}, {"actor": updated}, prefix={"actor": "train"}) | {
+            "train/truncated_ratio": float((np.asarray(host.finish_reason) == FINISH_LENGTH).mean()),
+            "response_length/mean": response_tokens / host.num_rows,
+            "perf/response_tokens": float(response_tokens),
+            "perf/total_num_tokens": float(prompt_tokens + response_tokens),
+        }
+        return Stepped(metrics, batch, given, [], None)
