@@ -306,4 +306,5 @@ def test_the_table_names_all_that_a_model_can_have_and_no_more(kind: str) -> Non
 
     table = [weight.path for weight in FAMILIES[kind].weights]
     assert len(table) == len(set(table))
-    assert set(table) == paths(make_transformer(config).declare())
+    scorer = make_transformer(config, score_head=True).declare()  # with a reward model's head
+    assert set(table) == paths(make_transformer(config).declare()) | paths(scorer)
