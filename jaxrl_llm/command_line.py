@@ -6,6 +6,7 @@ import argparse
 import importlib.util
 import json
 import os
+import re
 import sys
 import time
 import traceback
@@ -16,7 +17,7 @@ from typing import Any, NoReturn
 from ml_collections import ConfigDict
 
 from jaxrl_llm.config import FOLLOWS, Config, from_config_dict, unresolve, with_new_knobs
-from jaxrl_llm.config_values import hint_of, parse
+from jaxrl_llm.config_values import hint_of, knobs, parse, suggest
 from jaxrl_llm.errors import UserError, nearest
 
 
@@ -99,7 +100,7 @@ def parse_args(parser: argparse.ArgumentParser, argv: Sequence[str]) -> tuple[Co
             problems.append(f"{argument} has no dashes: write --{argument}")
         elif argument.startswith("-"):
             known = [option for action in parser._actions for option in action.option_strings]
-            problems.append(f"{argument}: no such flag; {nearest(flag, known)}")
+            problems.append(f"{argument}: no such flag; {_meant(flag, known)}")
         else:
             problems.append(f"{argument!r} stands alone: flags are written --flag=value")
     if problems:
@@ -108,6 +109,21 @@ def parse_args(parser: argparse.ArgumentParser, argv: Sequence[str]) -> tuple[Co
     if getattr(args, "workdir", "") is None:
         args.workdir = os.path.join("runs", f"{config.logging.name}-{time.strftime('%Y%m%d-%H%M%S')}")
     return config, args
+
+
+def _meant(flag: str, known: Sequence[str]) -> str:
+    """What an unknown flag may have been: a nearly right one, or a knob without its --config.
+
+    >>> _meant("--rollout.n", ["--config"]), _meant("--steps", ["--config"])
+    ('did you mean --config.rollout.n?', 'did you mean --config.trainer.steps?')
+    """
+    close = nearest(flag, known)
+    if close.startswith("did you mean '--config"):
+        return close
+    name = flag.lstrip("-")
+    found = re.fullmatch(r"did you mean '([\w.]+)'\?", suggest(Config, name))
+    knob = name if name in knobs(Config) else found[1] if found else ""
+    return f"did you mean --config.{knob}?" if knob else close
 
 
 def _assign(raw: ConfigDict, key: str, value: Any) -> None:

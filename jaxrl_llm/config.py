@@ -28,6 +28,7 @@ Decay = Annotated[float, Range("in [0, 1)", lambda v: 0 <= v < 1)]
 Probability = Annotated[float, Range("in (0, 1]", lambda v: 0 < v <= 1)]
 
 DType = Literal["float32", "bfloat16"]
+LoraModule = Literal["all-linear", "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 KLKind = Literal["k1", "kl", "abs", "k2", "mse", "k3", "low_var_kl"]
 KLLossKind = Literal[
     "k1", "kl", "abs", "k2", "mse", "k3", "low_var_kl", "k1+", "kl+", "abs+", "k2+", "mse+", "k3+", "low_var_kl+"
@@ -46,7 +47,7 @@ class Model:
     param_dtype: DType
     lora_rank: Count
     lora_alpha: AboveZero
-    target_modules: tuple[str, ...]
+    target_modules: tuple[LoraModule, ...]
     quantize_base: Literal["none", "int8"]
     scan_layers: bool
     remat: Literal["none", "dots", "full"]

@@ -308,6 +308,8 @@ def _frozen(config: Config) -> Iterator[Broken]:
     model, critic = config.model, config.critic
     if model.lora_rank and model.fresh:
         yield Broken(("model.lora_rank", "model.fresh"), "corrections of random parameters teach nothing; set one to 0")
+    if not model.lora_rank and model.target_modules != ("all-linear",):
+        yield Broken(("model.target_modules", "model.lora_rank"), "say what LoRA trains, and there is none at rank 0")
     if model.lora_rank and not model.target_modules:
         yield Broken(("model.lora_rank", "model.target_modules"), "nothing would be trained; name the modules")
     if model.quantize_base != "none" and not model.lora_rank:

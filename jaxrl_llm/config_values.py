@@ -130,8 +130,8 @@ def convert(value: Any, hint: Any) -> Any:
             except ValueError:
                 continue
     elif origin is tuple:
-        if isinstance(value, str) and arguments[0] is str:
-            return (value,)
+        if isinstance(value, str) and (arguments[0] is str or typing.get_origin(arguments[0]) is Literal):
+            return (convert(value, arguments[0]),)
         if isinstance(value, tuple | list):
             return tuple(convert(item, arguments[0]) for item in value)
     elif origin is dict:

@@ -172,6 +172,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     def body() -> None:
         prompts = [*args.prompts, *_lines(args.file)]
+        if "" in prompts:
+            raise UserError("a prompt is empty")
         if not prompts:
             raise UserError("no prompt: give one or several, or --file FILE")
         if args.samples < 1 or (args.max_new_tokens is not None and args.max_new_tokens < 1):

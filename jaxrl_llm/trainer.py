@@ -388,7 +388,7 @@ class Run:
         if self._program.actor.frozen:
             trained, whole = (count(p) for p in (self._state.actor.params, self._state.base))
             self._note(f"LoRA: {trained:,} parameters are trained, {whole:,} are frozen")
-        held_out = f", {size(self._inputs.held_out)} held out" if self._inputs.held_out else ""
+        held_out = f", {size(self._inputs.held_out)} to evaluate on" if self._inputs.held_out else ""
         self._note(f"{size(self._data)} prompts of at most {self._data.longest} tokens{held_out}")
 
 

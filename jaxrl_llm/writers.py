@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import platform
 import shlex
@@ -39,7 +40,10 @@ def previous_config(workdir: str | Path) -> Config | None:
     if not path.exists():
         return None
     try:
-        return from_json(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
+        if "model_type" in json.loads(text):
+            raise UserError("is a model's: the folder holds a model and no run; give another --workdir")
+        return from_json(text)
     except ValueError as error:
         raise UserError(f"{path}: not JSON: {error}") from error
     except UserError as error:

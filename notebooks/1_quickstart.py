@@ -85,14 +85,14 @@ config = jaxrl_llm.load_config(
         "rollout.n": responses_each,
         "optimizer.lr": learning_rate,
         "seed": seed,
-        "eval.interval": max(1, steps // 20),
+        "eval.interval": (every := max(1, steps // 20)),
     },
 )
 history = []
 run = jaxrl_llm.fit(config)
 for metrics, batch in run:
     history.append(metrics)
-    if len(history) % max(1, steps // 10) == 0:
+    if len(history) % (2 * every) == 0:
         held_out = metrics["val-core/column_sums/reward/mean@1"]
         print(f"step {len(history):3}  reward {metrics['critic/score/mean']:.2f}  held-out accuracy {held_out:.3f}")
 

@@ -405,6 +405,7 @@ def test_command_line(recipe: Path, tmp_path: Path):
         ("config.rollout.n=4", "config.rollout.n=4 has no dashes: write --config.rollout.n=4"),
         ("--config.rollout.n", "--config.rollout.n has no value: write --config.rollout.n=VALUE"),
         ("--confg=3", "--confg=3: no such flag; did you mean '--config'?"),
+        ("--rollout.n=4", "--rollout.n=4: no such flag; did you mean --config.rollout.n?"),
         ("stray", "'stray' stands alone"),
         ("--config.rollout.m=4", "config.rollout.m: no such key; did you mean 'rollout.n'?"),
         ("--config.mesh.zzzzzzz=4", "config.mesh.zzzzzzz: no such key; valid: mesh.data, mesh.fsdp, mesh.tensor"),

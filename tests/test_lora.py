@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import typing
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from jaxrl_llm.checkpoint import Checkpoints
+from jaxrl_llm.config import LoraModule
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.export import export
 from jaxrl_llm.models import hf, lora
@@ -106,6 +108,10 @@ def test_only_named_modules_have_one() -> None:
     assert set(overlay(targets=("v_proj", "q_proj"))["layers"]) == {"q", "v"}
     with pytest.raises(UserError, match="config.model.target_modules: 'q_prj': did you mean 'q_proj'?"):
         overlay(targets=("q_prj",))
+
+
+def test_the_config_knows_the_modules_by_name() -> None:
+    assert set(typing.get_args(LoraModule)) == {lora.ALL, *lora.MODULES}
 
 
 def test_what_is_trained_cannot_be_frozen_too() -> None:
@@ -240,6 +246,8 @@ def test_what_cannot_be_an_adapter_is_refused(run: tuple[Path, Any], tmp_path: P
     [
         ({"model__fresh": True}, "corrections of random parameters"),
         ({"model__lora_rank": 0, "model__quantize_base": "int8"}, "only what LoRA leaves frozen can be quantized"),
+        ({"model__lora_rank": 0, "model__target_modules": "q_proj"}, "say what LoRA trains, and there is none"),
+        ({"model__target_modules": ("q_prj",)}, "config.model.target_modules: must be one of all-linear, q_proj"),
         ({"model__target_modules": ()}, "nothing would be trained"),
         ({"reference__sync_steps": 2, "actor__use_kl_loss": True}, "the reference is the model without its overlay"),
         ({"critic__freeze_trunk": True}, "there is no critic"),

@@ -56,6 +56,7 @@ def export_adapter(
     rank = next(iter(overlay["layers"].values()))[A].shape[-1]
     with new_folder(Path(folder)) as new:
         save_file(dict(tensors()), new / WEIGHTS, metadata={"format": "pt"})
+        (new / WEIGHTS).chmod(0o644)
         settings = {
             "peft_type": "LORA",
             "task_type": "CAUSAL_LM",
