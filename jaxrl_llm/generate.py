@@ -112,9 +112,10 @@ def generate(
     inputs, layout = load_inputs(config, train=False), make_layout(config)
     actor, _ = make_models(config, inputs, layout)
     params, step = policy_params(config, actor, layout, inputs.folder, run)
-    report(f"{model}, step {step}" if run else model)
-    stops = stop_rules(config.rollout, tokenizer, hf.read_eos_ids(inputs.folder), actor.vocab_size)
     chosen = sampling or Sampling()
+    how = f"temperature {chosen.temperature:g}" if chosen.temperature else "greedy"
+    report(f"{model}, step {step}, {how}" if run else f"{model}, {how}")
+    stops = stop_rules(config.rollout, tokenizer, hf.read_eos_ids(inputs.folder), actor.vocab_size)
     tokens, mask = np.zeros((len(ids), width), np.int32), np.zeros((len(ids), width), np.bool_)
     for row, prompt in enumerate(ids):
         tokens[row, -len(prompt) :], mask[row, -len(prompt) :] = prompt, True

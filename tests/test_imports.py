@@ -63,6 +63,7 @@ ALLOWED: dict[str, set[str]] = {
     | {"command_line", "models", "steps", "compiled", "evaluation", "exchanges", "loading", "supervised"},
     "export": {"command_line", "errors", "loading", "models"},
     "quickstart": BASE | {"models"},
+    "__main__": set(),
     "generate": HOST | {"command_line", "models", "steps", "loading"},
 }
 
