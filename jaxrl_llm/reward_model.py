@@ -11,7 +11,6 @@ transformers reads, and that `reward.model.path` names.
 from __future__ import annotations
 
 import dataclasses
-import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -20,11 +19,10 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxrl_llm.command_line import make_parser, parse_args
 from jaxrl_llm.compiled import Compiled
 from jaxrl_llm.config import Config, check_devices
 from jaxrl_llm.data import PromptBatch, PromptData, field
-from jaxrl_llm.errors import UserError, exit_code, leave, naming
+from jaxrl_llm.errors import UserError, leave, naming
 from jaxrl_llm.evaluation import evaluation_metrics
 from jaxrl_llm.exchanges import Exchanges
 from jaxrl_llm.loading import Inputs, load_inputs, make_layout, make_reward_model, policy_params
@@ -33,7 +31,7 @@ from jaxrl_llm.sharding import Layout, abstract_like
 from jaxrl_llm.steps.phases import Program, make_program, sampler_view
 from jaxrl_llm.steps.scoring import score_responses
 from jaxrl_llm.steps.training import make_reward_training
-from jaxrl_llm.supervised import SupervisedRun
+from jaxrl_llm.supervised import SupervisedRun, command
 from jaxrl_llm.types import FINISH_LENGTH, FINISH_STOP, Batch, Model, Params
 
 
@@ -234,16 +232,9 @@ def train_reward_model(config: Config, workdir: str | Path | None = None) -> Rew
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The exit code, see `errors.exit_code`."""
-
-    def body() -> None:
-        parser = make_parser("reward_model", "Trains a reward model on pairs of a better and a worse response.")
-        config, args = parse_args(parser, sys.argv[1:] if argv is None else argv)
-        with train_reward_model(config, args.workdir) as run:
-            for _ in run:
-                pass
-        print(f"done: {Path(args.workdir)}; next: python -m jaxrl_llm.export {args.workdir} FOLDER")
-
-    return exit_code(body)
+    return command(
+        "reward_model", "Trains a reward model on pairs of a better and a worse response.", train_reward_model, argv
+    )
 
 
 if __name__ == "__main__":

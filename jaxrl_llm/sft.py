@@ -9,20 +9,18 @@ What comes out is a run's folder as any other: evaluate it, export it, or train 
 from __future__ import annotations
 
 import dataclasses
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 
-from jaxrl_llm.command_line import make_parser, parse_args
 from jaxrl_llm.config import Config
 from jaxrl_llm.data import PromptBatch, field
-from jaxrl_llm.errors import UserError, exit_code, leave, naming
+from jaxrl_llm.errors import UserError, leave, naming
 from jaxrl_llm.models import hf
 from jaxrl_llm.steps.phases import Program
 from jaxrl_llm.steps.training import make_sft
-from jaxrl_llm.supervised import SupervisedRun
+from jaxrl_llm.supervised import SupervisedRun, command
 from jaxrl_llm.tokenizer import encode_response
 from jaxrl_llm.types import FINISH_LENGTH, FINISH_STOP, Batch
 
@@ -77,16 +75,7 @@ def sft(config: Config, workdir: str | Path | None = None) -> SftRun:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The exit code, see `errors.exit_code`."""
-
-    def body() -> None:
-        parser = make_parser("sft", "Fine-tunes a language model on given responses.")
-        config, args = parse_args(parser, sys.argv[1:] if argv is None else argv)
-        with sft(config, args.workdir) as run:
-            for _ in run:
-                pass
-        print(f"done: {Path(args.workdir)}; next: python -m jaxrl_llm.export {args.workdir} FOLDER")
-
-    return exit_code(body)
+    return command("sft", "Fine-tunes a language model on given responses.", sft, argv)
 
 
 if __name__ == "__main__":

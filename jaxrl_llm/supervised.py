@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
 import jax
 import numpy as np
 
+from jaxrl_llm.command_line import make_parser, parse_args
 from jaxrl_llm.compiled import Compiled, CompiledTraining, compile_training
+from jaxrl_llm.config import Config
 from jaxrl_llm.data import PromptBatch
+from jaxrl_llm.errors import exit_code
 from jaxrl_llm.evaluation import Evaluator
 from jaxrl_llm.sharding import abstract_like
 from jaxrl_llm.steps.step import ACTOR
@@ -62,3 +69,18 @@ class SupervisedRun(Run):
             "perf/total_num_tokens": float(prompt_tokens + response_tokens),
         }
         return Stepped(metrics, batch, given, [], None)
+
+
+def command(
+    name: str, about: str, start: Callable[[Config, str | Path | None], Run], argv: Sequence[str] | None
+) -> int:
+    """Runs `python -m jaxrl_llm.NAME` to its end; the exit code, see `errors.exit_code`."""
+
+    def body() -> None:
+        config, args = parse_args(make_parser(name, about), sys.argv[1:] if argv is None else argv)
+        with start(config, args.workdir) as run:
+            for _ in run:
+                pass
+        print(f"done: {Path(args.workdir)}; next: python -m jaxrl_llm.export {args.workdir} FOLDER")
+
+    return exit_code(body)

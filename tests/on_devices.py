@@ -32,14 +32,11 @@ from jaxrl_llm.steps.sampling import Sampling
 from jaxrl_llm.steps.step import make_step, step_key
 from jaxrl_llm.trainer import fit
 from jaxrl_llm.types import Array, Batch, Model, Param, Params, Prompts, RunState
-from tests import tiny, tiny_folder
+from tests import quick, tiny, tiny_folder
 
 DEVICES, STEPS, GROUPS = 8, 3, 16
 SHAPE = dataclasses.replace(tiny.SHAPE, num_layers=1)  # one layer compiles in less time than two
-# The program is cut and optimized as ever; only its translation into machine code is the one that takes least time.
-FLAGS = f"--xla_force_host_platform_device_count={DEVICES} --xla_backend_optimization_level=0"
-if jax.__version_info__ < (0, 11):
-    FLAGS += " --xla_cpu_use_fusion_emitters=false"
+FLAGS = " ".join([f"--xla_force_host_platform_device_count={DEVICES}", *quick.FLAGS])
 MESHES: dict[str, Any] = {
     "data": {"data": 8, "fsdp": 1, "tensor": 1},
     "fsdp": {"data": 1, "fsdp": 8, "tensor": 1},

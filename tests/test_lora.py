@@ -163,6 +163,8 @@ def test_a_step_trains_the_overlay_and_the_value_head_alone() -> None:
     assert set(state.actor.params["layers"]) == {"q", "v"} and set(state.critic.params) == {"value_head"}
     trained = lora.count(state.actor.params)
     assert 2 * trained <= lora.count(state.actor.opt_state) <= 2 * trained + 4, "two moments and some counters"
+    own = program.init(tiny.params(), critic, reference=tiny.params(1))
+    assert program.reference(own) is own.reference is not None  # one that is given is the one that is read
     before = jax.tree.map(np.asarray, state)
     after, metrics, batch = jax.jit(make_step(program, tiny.even_tokens))(state, tiny.prompts(), step_key(0, 0))
     jax.tree.map(np.testing.assert_array_equal, after.base, before.base)

@@ -12,12 +12,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import jit
 
 from jaxrl_llm.models.families import transformer_config
 from jaxrl_llm.models.hf import load_params, read_config
 from jaxrl_llm.models.transformer import RopeConfig, make_transformer, unstack_layers
 from jaxrl_llm.types import Array, Model, Params
-from tests.tiny import quick_jit as jit
 
 FIXTURES = Path(__file__).parent / "fixtures" / "models"
 CASES = sorted(path.name for path in FIXTURES.iterdir())

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from jax import jit
 
 from jaxrl_llm.models.architecture import MoeConfig
 from jaxrl_llm.models.moe import FEW_TOKENS, LARGEST_BLOCK, all_experts, block_shape, grouped_experts, moe
 from jaxrl_llm.types import Array
-from tests.tiny import quick_jit as jit
 
 EXPERTS, K, WIDTH, INNER = 8, 2, 16, 24
 B, T = 3, 40

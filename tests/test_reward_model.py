@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import jit
 
 from jaxrl_llm import evaluate
 from jaxrl_llm.config import to_json
@@ -29,7 +30,6 @@ from jaxrl_llm.trainer import fit
 from jaxrl_llm.types import Array, Model, Param, Params
 from jaxrl_llm.writers import read_jsonl
 from tests import tiny_folder
-from tests.tiny import quick_jit as jit
 from tests.tiny_runs import compilations, on_host
 
 FIXTURES = Path(__file__).parent / "fixtures" / "reward_models"

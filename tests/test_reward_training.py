@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import jit
 
 from jaxrl_llm import evaluate, export, generate, reward_model
 from jaxrl_llm.algorithms.losses import bradley_terry
@@ -31,7 +32,6 @@ from jaxrl_llm.types import FINISH_LENGTH, FINISH_STOP, Params
 from jaxrl_llm.writers import read_jsonl
 from tests import tiny_folder
 from tests.test_reward_model import RENDERED, ids_of
-from tests.tiny import quick_jit as jit
 from tests.tiny_runs import QUIET, compilations, on_host
 
 TRAINED: dict[str, Any] = {

@@ -29,13 +29,6 @@ SHAPE = TransformerConfig(
 )
 
 
-# The program is that of any compilation; only its translation into machine code is the one that takes least time.
-OPTIONS: dict[str, Any] = {"xla_backend_optimization_level": 0}
-if jax.__version_info__ < (0, 11):
-    OPTIONS["xla_cpu_use_fusion_emitters"] = False
-quick_jit = functools.partial(jax.jit, compiler_options=OPTIONS)
-
-
 def model(**kwargs: Any) -> Model:
     return make_transformer(SHAPE, **kwargs)
 

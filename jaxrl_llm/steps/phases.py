@@ -101,7 +101,7 @@ class Program:
         return self.critic.whole(state.critic, state) if self.critic and state.critic else None
 
     def reference(self, state: RunState) -> Params | None:
-        return state.base if self.ref and self.reference_is_base else state.reference
+        return state.base if self.ref and state.reference is None else state.reference
 
 
 def make_program(
