@@ -89,7 +89,9 @@ def evaluate(config: Config, *, run: str | None = None, samples: int = 4) -> dic
     results = {}
     for name, n, sampling in (("greedy", 1, Sampling(temperature=0.0)), ("sampled", samples, train_sampling(config))):
         if n:
-            evaluator = make_evaluator(program, inputs, view, n=n, sampling=sampling, report=report, name=name)
+            evaluator = make_evaluator(
+                program, inputs, view, mode=name, n=n, sampling=sampling, report=report, name=name
+            )
             results[name] = list(evaluator.rows(view, step))
     return results
 

@@ -108,7 +108,7 @@ class RunWriter:
             replace_file(self.workdir / "config.json", to_json(config) + "\n")
             for name in ("metrics.jsonl", "samples.jsonl"):
                 keep_steps(self.workdir / name, resumed_step)
-            for path in self.workdir.glob("rollouts/*.jsonl"):
+            for path in [*self.workdir.glob("rollouts/*.jsonl"), *self.workdir.glob("evaluations/*.jsonl")]:
                 if int(path.stem) > resumed_step:
                     path.unlink()
         self._loggers = open_loggers(config, self.workdir, resumed_step + 1)
@@ -159,10 +159,17 @@ class RunWriter:
 
     def rollouts(self, step: int, rows: Iterable[Mapping[str, Any]]) -> None:
         """Every response of a step, one a line, in rollouts/STEP.jsonl; arrays become lists."""
-        path = self.workdir / "rollouts" / f"{step}.jsonl"
+        self._write_rows("rollouts", step, rows)
+
+    def _write_rows(self, folder: str, step: int, rows: Iterable[Mapping[str, Any]]) -> None:
+        path = self.workdir / folder / f"{step}.jsonl"
         with storage(path):
             path.parent.mkdir(exist_ok=True)
             replace_file(path, "".join(to_line({"step": step, **row}) for row in rows))
+
+    def evaluation(self, step: int, rows: Iterable[Mapping[str, Any]]) -> None:
+        """Every response of an evaluation and its scores, one a line, in evaluations/STEP.jsonl."""
+        self._write_rows("evaluations", step, rows)
 
     def note(self, text: str) -> None:
         """A sentence for the person who watches."""
@@ -259,7 +266,7 @@ def _scores(row: Mapping[str, Any]) -> str:
 
 def _set_aside(workdir: Path) -> Path | None:
     """Moves what an earlier run has written of its steps into a folder of its own, which is returned."""
-    names = ("metrics.jsonl", "samples.jsonl", "rollouts", "tensorboard")
+    names = ("metrics.jsonl", "samples.jsonl", "rollouts", "evaluations", "tensorboard")
     found = [path for name in names if (path := workdir / name).exists()]
     also = [workdir / name for name in ("config.json", "events.jsonl", "report.html", STATE)]
     if not found:
