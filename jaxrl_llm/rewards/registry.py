@@ -9,7 +9,7 @@ from typing import Any
 
 from jaxrl_llm import dotted
 from jaxrl_llm.errors import UserError, naming, nearest
-from jaxrl_llm.rewards import choice, countdown, json_match, length, math_answers, numbers, text
+from jaxrl_llm.rewards import choice, code, countdown, json_match, length, math_answers, numbers, text
 
 BUILT_IN: dict[str, Callable[..., Any]] = {
     "number": numbers.number,
@@ -22,6 +22,7 @@ BUILT_IN: dict[str, Callable[..., Any]] = {
     "regex": text.regex,
     "json_match": json_match.json_match,
     "countdown": countdown.countdown,
+    "code": code.code,
     "format": text.format_reward,
     "length": length.length,
 }
