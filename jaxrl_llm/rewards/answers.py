@@ -24,7 +24,7 @@ PLAIN: dict[int, int | None] = {
     ord("∕"): ord("/"),
 }
 CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\ud800-\udfff\s]+")
-STATED = re.compile(r"answer(?:\s{0,3}\**\s{0,3}(?:is|are|=|:)[\s:*]{0,5})([^\n]{1,500})", re.IGNORECASE)
+STATED = re.compile(r"answer(?:\s{0,3}\**\s{0,3}(?:is|are|=|:)[\s:*]{0,5})(?=([^\n]{1,500}))", re.IGNORECASE)
 IN_DOLLARS = re.compile(r"\$\$?([^$]{1,500})\$|\\\(([^\n]{1,500}?)\\\)|\\\[(.{1,500}?)\\\]", re.DOTALL)
 
 
@@ -43,7 +43,7 @@ def in_tags(text: str) -> str | None:
     >>> in_tags("<answer>12</answer> and <answer> 13 </answer>!")
     '13'
     """
-    before, tag, after = text.rpartition("<answer>")
+    _, tag, after = text.rpartition("<answer>")
     return after.partition("</answer>")[0].strip() if tag else None
 
 

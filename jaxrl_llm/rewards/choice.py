@@ -29,6 +29,10 @@ BRACKETED = re.compile(
 )
 ALONE = re.compile(MARKS + LETTER + r"[)\]*_`\"'$.:;,!}\s]{0,10}")
 LED = re.compile(MARKS + LETTER + r"[*_`\"'$}]{0,4}(?:[)\].:]|\s[-–—])[)\]*_`\"'$}]{0,4}\s")
+# After "the answer is A" or "… I": "A dog", "I think", but not "A because it barks".
+AS_WORD = re.compile(r"\s(?!(?:because|since|as|and|but|for|not|with|which)\b)[a-z]")
+BETWEEN = re.compile(r"[\s,/&]{0,5}(?:or|and)?[\s,/&]{0,5}")
+LONGEST_CHOICE = 1_000  # characters
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
 
@@ -58,8 +62,9 @@ def choice(prompt: str, response: str, record: Record, letters: str = "") -> dic
     """
     choices = _choices(record)
     known = letters or "".join(choices) or LETTERS[:10]
+    gold = _gold(record, known, choices)
     decided = _decided(response, known, choices)
-    return found(decided is not None and decided == _gold(record, known, choices), decided)
+    return found(decided == gold, decided)
 
 
 def _decided(response: str, known: str, choices: Mapping[str, str]) -> str | None:
@@ -69,44 +74,50 @@ def _decided(response: str, known: str, choices: Mapping[str, str]) -> str | Non
     box = last_boxed(text)
     if box is not None or inside is not None:
         whole = text if box is None else box
-        read = _whole(whole, known, choices)
-        return read if read or box is not None else _stated(whole, known)
-    return _stated(text, known) or _whole(text, known, choices) or _marked(text, known)
+        read = _alone(whole, known, choices) or _led(whole, known, choices)
+        return read if read or box is not None else _stated(whole, known) or None
+    for read in (_stated(text, known), _alone(text, known, choices), _marked(text, known)):
+        if read is not None:
+            return read or None
+    return _led(text, known, choices)
 
 
-def _whole(text: str, known: str, choices: Mapping[str, str]) -> str | None:
-    """The choice that a text is, and nothing else: its letter, "B. its text" or its text."""
+def _alone(text: str, known: str, choices: Mapping[str, str]) -> str | None:
+    """The choice whose letter or text a text is, and nothing else."""
     text = text.strip()
-    if len(text) > 1_000:
+    if len(text) > LONGEST_CHOICE:
         return None
     for letter, meant in choices.items():
         if _same(text, meant):
             return letter
-    if match := ALONE.fullmatch(text):
-        return _letter(match[1], known)
-    if match := LED.match(text + " "):
-        # "B. Rome" where Rome is another choice's text decides for nothing.
-        letter, rest = _letter(match[1], known), text[match.end() :].strip()
-        other = [key for key, meant in choices.items() if _same(rest, meant)]
-        return letter if not other or other == [letter] else None
-    return None
+    match = ALONE.fullmatch(text)
+    return _letter(match[1], known) if match else None
+
+
+def _led(text: str, known: str, choices: Mapping[str, str]) -> str | None:
+    """The choice of a text that starts by its letter: "B. Rome". If Rome is another's text, it decides for nothing."""
+    text = text.strip()
+    match = LED.match(text + " ") if len(text) <= LONGEST_CHOICE else None
+    if match is None:
+        return None
+    letter, rest = _letter(match[1], known), text[match.end() :].strip()
+    meant = [key for key, meant in choices.items() if _same(rest, meant)]
+    return letter if not meant or letter in meant else None
 
 
 def _stated(text: str, known: str) -> str | None:
+    """The letter of the last statement; "" if that names several, None if there is no statement."""
     at, letter = -1, None
     for match in STATED.finditer(text):
         # In lower case a is a word: "the answer is a number". Only (a), "a." and the like count.
         small = match[1].islower()
         if small and not re.match(r"\s?(?:[)\]*_`\"'$}]|[.,;]?\s*(?:$|\n))", text[match.end(1) : match.end(1) + 20]):
             continue
-        if match[1] in "AI" and re.match(r"\s[a-z]", text[match.end(1) : match.end(1) + 2]) and not match[2]:
-            if not re.match(
-                r"\s(?:because|since|as|and|but|for|not|with|which)\b", text[match.end(1) : match.end(1) + 10]
-            ):
-                continue  # "The answer is A dog"
+        if match[1] in "AI" and not match[2] and AS_WORD.match(text, match.end(1)):
+            continue
         if match[1].upper() in known:
             several = match[2] and match[2] in known and match[2] != match[1].upper()
-            at, letter = match.end(1), None if several else match[1].upper()
+            at, letter = match.end(1), "" if several else match[1].upper()
     for match in CORRECT.finditer(text):
         if match.end(1) > at and match[1] in known:
             at, letter = match.end(1), match[1]
@@ -114,10 +125,14 @@ def _stated(text: str, known: str) -> str | None:
 
 
 def _marked(text: str, known: str) -> str | None:
-    letters = [next(filter(None, match.groups())) for match in BRACKETED.finditer(text)]
-    letters = [letter for letter in letters if letter in known]
-    if letters:
-        return letters[-1]
+    """The last letter that is marked as one; "" if it is one of several in a row."""
+    marks = [(match, next(filter(None, match.groups()))) for match in BRACKETED.finditer(text)]
+    marks = [(match, letter) for match, letter in marks if letter in known]
+    if marks:
+        last, letter = marks[-1]
+        before, other = marks[-2] if len(marks) > 1 else (last, letter)
+        several = other != letter and BETWEEN.fullmatch(text, before.end(), last.start())
+        return "" if several else letter
     match = ALONE.fullmatch(text.strip().rpartition("\n")[2])
     return _letter(match[1], known) if match else None
 

@@ -49,8 +49,8 @@ def raw_gold(record: Record) -> Any:
 
 
 def last_boxed(text: str) -> str | None:
-    r"""What stands in the last \boxed{…} (or \fbox{…}, or \boxed 7) of a text, braces balanced; None if there is none or
-    it never closes.
+    r"""What stands in the last \boxed{…} (or \fbox{…}, or \boxed 7) of a text, braces balanced; None if there is none
+    or it never closes.
 
     >>> last_boxed(r"so \boxed{1}, or rather \boxed{\frac{1}{2}}.")
     '\\frac{1}{2}'

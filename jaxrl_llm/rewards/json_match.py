@@ -55,10 +55,7 @@ def json_match(
     >>> json_match("", '{"name": "Ada", "age": 36}', {}, keys=("name",), values={"age": 36})["score"]
     1.0
     """
-    if keys or values:
-        wanted = None
-    else:
-        wanted = _gold(record)
+    wanted = None if keys or values else _gold(record)
     try:
         value = _loads(_json_text(response))
     except ValueError:

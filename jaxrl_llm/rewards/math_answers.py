@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib.util
 import logging
 import re
+from fractions import Fraction
 from typing import Any
 
 from jaxrl_llm.errors import UserError
@@ -23,10 +24,12 @@ from jaxrl_llm.rewards.text import same_answer, spelling
 PACKAGE = "math_verify"
 INSTALL = "pip install math-verify, or 'jaxrl_llm[math]'"
 # x = 5, f(x) = 5: what is asked for stands behind the sign.
-NAMED = re.compile(r"\s*\\?[A-Za-z]{1,12}(?:_\{?[A-Za-z0-9]{1,4}\}?)?(?:\([a-z]\))?\s*(?:=|\\in\b|∈)\s*([^=]+)")
+NAMED = re.compile(r"(\\?[A-Za-z]{1,12}(?:_\{?[A-Za-z0-9]{1,4}\}?)?(?:\([a-z]\))?)\s*(?:=|\\in\b|∈)\s*([^=]+)")
 UNIT = re.compile(
-    r"(?:\\[,;: ]|[~\s])*(?:\\(?:text|mathrm|mbox|textrm)\s*\{[^{}]*\}(?:\^\{?[0-9]\}?)?|\^?\\circ|\^\{\\circ\}|°|[a-z]{2,12})\s*\.?$"
+    r"(?:\\[,;: ]|[~\s])*+(?:\\(?:text|mathrm|mbox|textrm)\s*\{[^{}]*\}(?:\^\{?[0-9]\}?)?"
+    r"|\^?\\circ|\^\{\\circ\}|°|[a-z]{2,12})\s*\.?$"
 )
+LONGEST = 1_000  # characters of an answer in which a name is looked for
 WORDS = ("pi", "sqrt", "log", "ln", "sin", "cos", "tan", "exp", "inf", "infinity", "infty", "or", "and", "frac")
 
 
@@ -61,36 +64,51 @@ def equal_answers(answer: str, gold: str) -> bool:
     """Whether an answer equals the gold one; without the library where they are the same number or text."""
     if same_answer(answer, gold):
         return True
-    plain, plain_gold = bare(answer), bare(gold)
-    if not plain or not plain_gold:
+    (name, value), (gold_name, gold_value) = named(answer), named(gold)
+    if not value or not gold_value:
         return False
-    if same_answer(plain, plain_gold):
-        return True
-    numbers = parse_number(plain), parse_number(plain_gold)
-    if None not in numbers and "%" not in answer + gold:  # two numbers that differ; 50% may be 0.5
-        return False
-    if refusal(plain, plain_gold) or refusal(plain_gold, plain_gold):
+    # x = 5 is 5, but y = 5 is not x = 5.
+    if not (name and gold_name and name != gold_name):
+        if same_answer(value, gold_value):
+            return True
+        numbers = parse_number(value), parse_number(gold_value)
+        if None not in numbers and "%" not in answer + gold:  # two numbers that differ; 50% may be 0.5
+            return _rounds(value, numbers[0], numbers[1]) or _rounds(gold_value, numbers[1], numbers[0])
+    bare = bool(name) != bool(gold_name) and "=" not in (gold if name else answer)
+    given, wanted = (value, gold_value) if bare else (_without_unit(answer), _without_unit(gold))
+    if refusal(given, wanted) or refusal(wanted, wanted):
         return False
     from jaxrl_llm.rewards.math_compare import equal  # imports sympy
 
     logging.getLogger(PACKAGE).setLevel(logging.ERROR)  # else it says once that there is no time limit
-    return equal(_percent(answer, plain), _percent(gold, plain_gold))
+    return equal(_percent(answer, given), _percent(gold, wanted))
 
 
-def bare(text: str) -> str:
-    """Without name and unit: what is compared.
+def _rounds(text: str, value: Fraction | None, exact: Fraction | None) -> bool:
+    """Whether a decimal of at least six places is the other number, rounded: 0.333333 is 1/3."""
+    places = len(text.partition(".")[2])
+    return (
+        places >= 6 and text[-1].isdigit() and value is not None and exact is not None and value == round(exact, places)
+    )
 
-    >>> bare("x = 5"), bare("18 \\\\text{ cm}^2"), bare("y = 2x + 1"), bare("90^\\\\circ")
-    ('5', '18', '2x + 1', '90')
+
+def named(text: str) -> tuple[str, str]:
+    r"""The name that is given a value, if there is one, and the value without its unit.
+
+    >>> named("x = 5"), named(r"18 \text{ cm}^2"), named(r"90^\circ"), named("2x + y = 3")
+    (('x', '5'), ('', '18'), ('', '90'), ('', '2x + y = 3'))
     """
+    text = _without_unit(text)
+    match = NAMED.fullmatch(text) if len(text) <= LONGEST else None
+    return (match[1], match[2].strip()) if match else ("", text)
+
+
+def _without_unit(text: str) -> str:
     text = text.strip().strip("$").strip().removesuffix(".").strip()
-    if match := NAMED.fullmatch(text[:1_000]):
-        text = match[1].strip()
-    match = UNIT.search(text[-100:])
-    if match and text[: len(text) - len(match[0])].rstrip()[-1:].isdigit():
-        unit = match[0].strip(" ~.\\")
-        if unit.removeprefix("text{").strip(" }") not in WORDS:
-            text = text[: len(text) - len(match[0])].strip()
+    match = UNIT.search(text, max(len(text) - 100, 0))
+    before = text[: match.start()].rstrip() if match else ""
+    if match and (before[-1:].isdigit() or before[-1:] == "}") and match[0].strip(" ~.\\") not in WORDS:
+        return before
     return text
 
 
@@ -104,4 +122,4 @@ def _boxed_in_vain(response: str) -> bool:
 
 
 def _spelling(answer: str) -> str | None:
-    return spelling(bare(answer) if len(answer) <= 1_000 else answer)
+    return spelling(named(answer)[1])

@@ -14,7 +14,10 @@ from jaxrl_llm.rewards.gold import gold_answer
 
 MOST_DIGITS = 300  # of a number; a longer one is never right
 
-FRAC = re.compile(r"\\[dt]?frac\{(-?[0-9]{1,300})\}\{([0-9]{1,300})\}")
+FRAC = re.compile(  # 1\frac{1}{2}, with a whole number before it or not
+    r"((?<![0-9.,])[0-9]{1,300}+)?\\[dtc]?frac *+"
+    r"(?:\{ *+(-?[0-9]{1,300}+) *+\}|([0-9])) *+(?:\{ *+([0-9]{1,300}+) *+\}|([0-9]))"
+)
 # 1{,}000, 1\,000, 1,\!000, and 1 000 with a space that does not break: PLAIN would make a plain one of it.
 THOUSANDS = re.compile(r"(?<=[0-9])(?:\{,\}|,?\\[,!]|[\u00a0\u2009\u202f])(?=[0-9]{3}(?![0-9]))")
 NUMBER = re.compile(
@@ -83,7 +86,7 @@ def last_number(text: str) -> Fraction | None:
 
 def numbers(text: str) -> Iterator[Fraction | None]:
     """The numbers of a text in order; None for one that is too long or has the denominator 0."""
-    for match in NUMBER.finditer(FRAC.sub(r" \1/\2", _plain(text[-LAST_CHARACTERS:]))):
+    for match in NUMBER.finditer(FRAC.sub(lambda match: " " + _fraction(match), _plain(text[-LAST_CHARACTERS:]))):
         yield _value(match)
 
 
@@ -93,7 +96,7 @@ def parse_number(text: str) -> Fraction | None:
     >>> parse_number("$1,234.0"), parse_number("7 apples")
     (Fraction(1234, 1), None)
     """
-    match = NUMBER.fullmatch(FRAC.sub(r"\1/\2", _plain(text).strip())) if len(text) <= LAST_CHARACTERS else None
+    match = NUMBER.fullmatch(FRAC.sub(_fraction, _plain(text).strip())) if len(text) <= LAST_CHARACTERS else None
     return _value(match) if match else None
 
 
@@ -112,6 +115,13 @@ def spelled(value: Fraction) -> str:
 
 def _plain(text: str) -> str:
     return THOUSANDS.sub(",", text).translate(PLAIN)
+
+
+def _fraction(match: re.Match[str]) -> str:
+    """3/2 of 1\\frac{1}{2}"""
+    whole, above, digit_above, below, digit_below = match.groups()
+    above, below = above or digit_above, below or digit_below
+    return f"{int(whole) * int(below) + int(above)}/{below}" if whole and above[0] != "-" else f"{above}/{below}"
 
 
 def _scored(value: Fraction | None, record: Record) -> dict[str, Any]:

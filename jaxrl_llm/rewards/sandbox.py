@@ -1,4 +1,4 @@
-"""Runs inside the locked-down process: limits, namespaces, then one of three roles. The standard library only.
+"""What runs inside a locked-down process, in one of three roles. The standard library only.
 
 `python -I -S -B sandbox.py ROLE`, see `code.py` for who starts it and why the roles are apart:
 
@@ -11,134 +11,21 @@ from __future__ import annotations
 
 import ast
 import builtins
-import ctypes
+import contextlib
+import importlib.util
 import io
 import json
 import os
-import resource
-import signal
 import sys
+from types import ModuleType
 from typing import Any, BinaryIO
 
-CLONE_NEWIPC, CLONE_NEWUSER, CLONE_NEWPID, CLONE_NEWNET = 0x08000000, 0x10000000, 0x20000000, 0x40000000
-LANDLOCK_CREATE, LANDLOCK_ADD, LANDLOCK_RESTRICT = 444, 445, 446  # the same numbers on x86-64 and arm64
-WRITE_FILE, READ_FILE, REFER, TRUNCATE = 1 << 1, 1 << 2, 1 << 13, 1 << 14
-READS = (1 << 0) | READ_FILE | (1 << 3)  # execute, read files, list folders
-WRITES = WRITE_FILE | sum(1 << bit for bit in range(4, 13))  # write, remove, make: what Landlock's first version has
-PR_SET_PDEATHSIG, PR_SET_NO_NEW_PRIVS, PR_CAPBSET_DROP = 1, 38, 24
 LONGEST_MESSAGE = 4_000_000  # characters of one call or result
 DEEPEST = 60
+COLLECTIONS: dict[str, Any] = {"l": list, "t": tuple, "s": set, "z": frozenset}
 # Modules that a test may use without importing them, as if the answer had: the real ones, not the answer's.
 MODULES = ("math", "collections", "itertools", "functools", "re", "random", "string", "heapq", "bisect", "operator")
 MODULES += ("copy", "datetime", "cmath", "statistics", "json", "sys", "decimal", "fractions", "typing", "numpy")
-
-
-# --- being locked down
-
-
-def limit(limits: dict[str, Any]) -> None:
-    """Resource limits of this process and what it starts."""
-    for name, value in (
-        ("RLIMIT_AS", limits["memory_mb"] << 20),
-        ("RLIMIT_CPU", limits["seconds"] + 1),
-        ("RLIMIT_FSIZE", limits["file_mb"] << 20),
-        ("RLIMIT_NOFILE", 32),
-        ("RLIMIT_NPROC", limits["processes"]),
-        ("RLIMIT_CORE", 0),
-    ):
-        kind = getattr(resource, name)
-        hard = resource.getrlimit(kind)[1]
-        value = value if hard == resource.RLIM_INFINITY else min(value, hard)
-        resource.setrlimit(kind, (value, value))
-
-
-def isolate() -> bool:
-    """New namespaces of users, network, processes and IPC: no network, and no process outlives or sees beyond it."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    user, group = os.getuid(), os.getgid()
-    if libc.unshare(CLONE_NEWUSER | CLONE_NEWNET | CLONE_NEWPID | CLONE_NEWIPC) != 0:
-        return False
-    for path, text in (("setgroups", "deny"), ("uid_map", f"{user} {user} 1"), ("gid_map", f"{group} {group} 1")):
-        try:
-            with open(f"/proc/self/{path}", "w") as file:
-                file.write(text)
-        except OSError:
-            return False
-    return True
-
-
-def fence_in(folder: str) -> bool:
-    """By Landlock: nothing is written, made or removed outside the folder and /dev/null (Linux 5.13), nothing read but
-    it, Python and the system's libraries; no TCP (6.7); no signal to, and no look into, a process outside (6.12)."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    version = libc.syscall(LANDLOCK_CREATE, None, 0, 1)
-    if version < 1:
-        return False
-    rights = READS | WRITES | (REFER if version >= 2 else 0) | (TRUNCATE if version >= 3 else 0)
-    handled = (ctypes.c_uint64 * 3)(rights, 3 if version >= 4 else 0, 3 if version >= 6 else 0)
-    size = 24 if version >= 6 else 16 if version >= 4 else 8
-    ruleset = libc.syscall(LANDLOCK_CREATE, ctypes.byref(handled), size, 0)
-    if ruleset < 0:
-        return False
-    on_files = WRITE_FILE | READ_FILE | (rights & TRUNCATE)
-    rules = [(folder, rights), ("/dev/null", on_files), ("/dev/urandom", READ_FILE), ("/etc/localtime", READ_FILE)]
-    readable = {sys.base_prefix, os.path.dirname(os.__file__), "/usr", "/lib", "/lib64", "/bin"}
-    for path, allowed in [*rules, *((path, READS) for path in sorted(readable))]:
-        try:
-            opened = os.open(path, os.O_PATH)
-        except OSError:
-            continue
-        rule = allowed.to_bytes(8, sys.byteorder) + opened.to_bytes(4, sys.byteorder)
-        failed = libc.syscall(LANDLOCK_ADD, ruleset, 1, rule, 0)
-        os.close(opened)
-        if failed:
-            return False
-    done = libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) == 0 and libc.syscall(LANDLOCK_RESTRICT, ruleset, 0) == 0
-    os.close(ruleset)
-    return done
-
-
-def drop_privileges() -> None:
-    """The capabilities that a new user namespace gives, which could undo it."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
-    for capability in range(64):
-        libc.prctl(PR_CAPBSET_DROP, capability, 0, 0, 0)
-    header = (0x20080522).to_bytes(4, sys.byteorder) + bytes(4)
-    libc.capset(header, bytes(24))
-
-
-def die_with_parent() -> None:
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-
-
-def locked_down(given: dict[str, Any]) -> None:
-    """Returns in a process that is locked down; those above it wait, and end with it.
-
-    The process that runs code is not the first of its namespace: that one, which no signal from within ends, only
-    waits, and dies with the one outside; and with it dies everything in the namespace.
-    """
-    isolated = isolate()
-    if given["namespaces"] and not isolated:
-        os._exit(1)
-    for _ in range(2 if isolated else 0):
-        child = os.fork()
-        if child:
-            for stream in given["pipes"]:
-                os.close(stream)
-            while True:
-                try:
-                    ended, status = os.wait()
-                except InterruptedError:
-                    continue
-                if ended == child:
-                    os._exit(min(os.waitstatus_to_exitcode(status) & 0xFF, 255))
-        die_with_parent()
-    limit(given["limits"])
-    fence_in(os.getcwd())
-    drop_privileges()
-    os.write(given["pipes"][0], b"1")  # only now, and only if all of this has been done
-    os.close(given["pipes"].pop(0))
 
 
 # --- what passes between the two processes: plain data, and references to whatever is none
@@ -171,7 +58,7 @@ class Encoder:
             return str.__str__(value)
         if isinstance(value, bytes | bytearray):
             return ["b" if isinstance(value, bytes) else "B", bytes(value).hex()]
-        for kind, name in ((list, "l"), (tuple, "t"), (set, "s"), (frozenset, "z")):
+        for name, kind in COLLECTIONS.items():
             if isinstance(value, kind):
                 return [name, *(self.encode(item, depth + 1) for item in kind.__iter__(value))]
         if isinstance(value, dict):
@@ -201,7 +88,7 @@ class Encoder:
             return self.kept[int(rest[0])] if self.keeps else Remote(int(rest[0]), link)
         if name == "d":
             return {self.decode(key, link): self.decode(item, link) for key, item in rest}
-        return {"l": list, "t": tuple, "s": set, "z": frozenset}[name](self.decode(item, link) for item in rest)
+        return COLLECTIONS[name](self.decode(item, link) for item in rest)
 
 
 class Link:
@@ -331,9 +218,12 @@ def answer(given: dict[str, Any], reader: BinaryIO, writer: BinaryIO) -> None:
         modules = [name for name, value in names.items() if isinstance(value, type(sys))]
         say("names", [name for name in names if not name.startswith("__") and name not in modules], modules)
     for line in reader:
-        what, target, *details = json.loads(line)
+        message: list[Any] = json.loads(line)
+        what, target, details = message[0], message[1], message[2:]
         try:
-            found = names[target] if isinstance(target, str) else encoder.kept[target] if what != "next" else None
+            found: Any = None
+            if what != "next":
+                found = names[target] if isinstance(target, str) else encoder.kept[target]
             if what == "call":
                 arguments = [encoder.decode(argument) for argument in details[0]]
                 keywords = {key: encoder.decode(value) for key, value in details[1].items()}
@@ -373,12 +263,13 @@ def tests(given: dict[str, Any], reader: BinaryIO, writer: BinaryIO, verdict: Bi
     broken = unreadable([setup, *pieces])
     try:
         line = reader.readline(LONGEST_MESSAGE)
-        kind, *rest = json.loads(line) if line.endswith(b"\n") else ("raised", "RuntimeError", "the process has ended")
-        if kind != "names":
-            failed = f"the answer's code failed: {rest[0]}: {rest[1]}"
-            results = [failed[:200]] * len(pieces)
+        said: list[Any] = (
+            json.loads(line) if line.endswith(b"\n") else ["raised", "RuntimeError", "the process has ended"]
+        )
+        if said[0] == "names":
+            results = _run_tests(link, setup, pieces, given.get("entry_point"), said[1], said[2])
         else:
-            results = _run_tests(link, setup, pieces, given.get("entry_point"), *rest)
+            results = [f"the answer's code failed: {said[1]}: {said[2]}"[:200]] * len(pieces)
     finally:
         report = {"results": results, "broken": broken or link.unsendable}
         verdict.write(json.dumps(report).encode() + b"\n")
@@ -392,10 +283,8 @@ def _run_tests(
     wanted = used_names("\n".join([setup, *pieces]))
     for name in modules:
         if name in MODULES and name in wanted:
-            try:
+            with contextlib.suppress(ImportError):
                 namespace[name] = __import__(name)
-            except ImportError:
-                pass
     for name in names:
         # The answer's `all` or `abs` is not the tests': what they test with is their own.
         if name == entry_point or (name in wanted and not hasattr(builtins, name)):
@@ -438,11 +327,20 @@ def script(given: dict[str, Any]) -> None:
     exec(compile(given["code"], "answer.py", "exec", dont_inherit=True), names)
 
 
+def _lockdown() -> ModuleType:
+    """By its path: the folder must not be one that is imported from, it has a numbers.py."""
+    spec = importlib.util.spec_from_file_location("lockdown", os.path.join(os.path.dirname(__file__), "lockdown.py"))
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
 def main() -> None:
     role = sys.argv[1]
     given = json.loads(sys.stdin.buffer.read())
     given["pipes"] = [int(number) for number in sys.argv[2:]]
-    locked_down(given)
+    _lockdown().locked_down(given)
     os.dup2(os.open("/dev/null", os.O_RDONLY), 0)
     if role == "script":
         return script(given)
