@@ -339,7 +339,8 @@ class Run:
         _, batch, given, texts, scored = stepped
         if self._writer is None or scored is None:
             return
-        if scored.failures and not self._told_of_failures:
+        # Where every response failed, the error that ends the run tells why.
+        if scored.failures and not self._told_of_failures and scored.num_failed < len(texts):
             self._told_of_failures = True
             failed = f"the reward failed on {scored.num_failed} of {len(texts)} responses"
             first = f"the first, of {len(scored.failures)}: {scored.failures[0]}"

@@ -129,6 +129,13 @@ def test_train_refuses_another_configuration_in_a_folder(command: Any, recipe: P
     assert "config.rollout.temperature: was 1.0, now 0.5" in ran.err and "use another --workdir" in ran.err
 
 
+def test_train_refuses_a_folder_that_holds_something_else(command: Any, recipe: Path, tmp_path: Path) -> None:
+    (tmp_path / "thesis.tex").write_text("")
+    ran = command(train.main, f"--config={recipe}", f"--workdir={tmp_path}")
+    assert ran.code == 2 and f"--workdir={tmp_path}: holds no run (no config.json) but thesis.tex; expected" in ran.err
+    assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
+
+
 def test_a_reward_that_is_no_score_is_a_user_error(command: Any, recipe: Path, tmp_path: Path) -> None:
     scorer = tmp_path / "scorer.py"
     scorer.write_text("def score(prompt, response, record):\n    return 'good'\n")
@@ -141,10 +148,13 @@ def test_a_reward_that_is_no_score_is_a_user_error(command: Any, recipe: Path, t
 
 def test_train_gives_up_with_3(command: Any, recipe: Path, tmp_path: Path) -> None:
     options = [f"--config={recipe}", f"--workdir={tmp_path / 'run'}", "--config.eval.before=False"]
-    ran = command(train.main, *options, "--config.reward.functions=tests.tiny_folder:broken")
+    ran = command(
+        train.main, *options, "--config.reward.functions=tests.tiny_folder:broken", "--config.logging.progress=plain"
+    )
     assert ran.code == 3
     assert "error: step 1: the reward failed on every response" in ran.err
-    assert "RuntimeError: the scorer is down" in ran.err
+    assert (ran.out + ran.err).count("RuntimeError: the scorer is down") == 1
+    assert "the reward failed on 100.0% of the responses in training" in ran.out
 
 
 def test_train_tells_storage_errors_with_4(command: Any, recipe: Path, run: Path, tmp_path: Path) -> None:
