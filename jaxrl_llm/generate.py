@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxrl_llm.command_line import load_config
+from jaxrl_llm.command_line import load_config, run_config
 from jaxrl_llm.config import Config, from_config_dict
 from jaxrl_llm.errors import UserError, exit_code, leave
 from jaxrl_llm.loading import load_inputs, make_layout, make_models, policy_params, stop_rules
@@ -44,9 +44,7 @@ def config_of(model: str, chat: bool | None = None) -> tuple[Config, str | None]
     """
     if (Path(model) / "checkpoints").is_dir():
         changes: dict[str, Any] = {"data.eval": (), "eval.interval": 0}
-        return load_config(
-            Path(model) / "config.json", changes | ({} if chat is None else {"data.chat_template": chat})
-        ), model
+        return load_config(run_config(model), changes | ({} if chat is None else {"data.chat_template": chat})), model
     from configs import base
 
     raw = base.get_config()
@@ -208,10 +206,10 @@ def _lines(path: Path | None) -> list[str]:
 def _show(prompts: Sequence[str], samples: int, so_far: Iterator[list[tuple[str, bool]]]) -> None:
     """One response alone is written as it comes; of several each in its turn, as soon as it has ended."""
     alone, shown, done = len(prompts) * samples == 1, 0, 0
-    if alone:
-        print(f"> {prompts[0]}", flush=True)
-    for rows in so_far:
+    for turn, rows in enumerate(so_far):
         if alone:
+            if not turn:
+                print(f"> {prompts[0]}", flush=True)
             # What may still change, a character whose bytes are not all there yet, waits.
             text, ended = rows[0]
             text = text if ended else text.rstrip("\ufffd")
