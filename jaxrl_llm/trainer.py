@@ -92,6 +92,7 @@ class Run:
         self._layout = make_layout(config)
         self._scorer, self._inputs = self._make_scorer()
         self._program = self._make_program()
+        self._try_out()
         self._checkpoints, changed = self._open_checkpoints(workdir)
         resumed = self._checkpoints.latest_step() if self._checkpoints else None
         self._state, self._cursor = self._restore(resumed)
@@ -265,6 +266,9 @@ class Run:
 
     def _make_program(self) -> Program:
         return build_program(self.config, self._inputs, self._layout, self.total_steps)
+
+    def _try_out(self) -> None:
+        """Finds out what is wrong with the records, beside what `load_inputs` does, before anything is written."""
 
     def _open_checkpoints(self, workdir: str | Path | None) -> tuple[Checkpoints | None, list[str]]:
         """The checkpoints, and how the configuration differs from that of the run in the folder."""

@@ -270,10 +270,11 @@ def test_a_head_comes_from_the_seed_and_the_trunk_from_the_folder() -> None:
         ({"data__chosen_key": "good"}, "data.chosen_key: no field 'good' in the record"),
     ],
 )
-def test_what_is_refused(overrides: dict[str, Any], text: str) -> None:
+def test_what_is_refused(overrides: dict[str, Any], text: str, tmp_path: Path) -> None:
+    """Before anything is written."""
     with pytest.raises(UserError) as caught:
-        train_reward_model(tiny_folder.config(**{**TRAINED, **QUIET, **overrides}))
-    assert text in str(caught.value)
+        train_reward_model(tiny_folder.config(**{**TRAINED, **QUIET, **overrides}), tmp_path / "run")
+    assert text in str(caught.value) and not (tmp_path / "run").exists()
 
 
 def test_a_classifier_of_several_labels_is_no_start(tmp_path: Path) -> None:
