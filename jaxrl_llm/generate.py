@@ -59,6 +59,7 @@ def generate(
     model: str,
     prompts: Sequence[str],
     *,
+    step: int | None = None,
     samples: int = 1,
     max_new_tokens: int | None = None,
     sampling: Sampling | None = None,
@@ -71,6 +72,7 @@ def generate(
 
     Args:
       model: a run's folder, a Hugging Face folder, a GGUF file or a hub id.
+      step: of the run's checkpoint; None is the newest.
       samples: responses per prompt.
       max_new_tokens: None is 256, or what the model has positions for.
       sampling: temperature 1 by default.
@@ -81,6 +83,8 @@ def generate(
       UserError: no such model, an empty prompt, or more tokens than the model has positions.
     """
     config, run = config_of(model, chat)
+    if step is not None and run is None:
+        raise UserError(f"--step={step}: is of a run's checkpoints, and {model} is no run")
     data = config.data
     tokenizer = load_tokenizer(hf.find_folder(config.model.path))
     ids = [
@@ -109,7 +113,7 @@ def generate(
     config = dataclasses.replace(config, rollout=lengths)
     inputs, layout = load_inputs(config, train=False), make_layout(config)
     actor, _ = make_models(config, inputs, layout)
-    params, step = policy_params(config, actor, layout, inputs.folder, run)
+    params, step = policy_params(config, actor, layout, inputs.folder, run, step)
     chosen = sampling or Sampling()
     how = f"temperature {chosen.temperature:g}" if chosen.temperature else "greedy"
     report(f"{model}, step {step}, {how}" if run else f"{model}, {how}")
@@ -155,6 +159,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m jaxrl_llm.generate", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("prompts", nargs="*", metavar="PROMPT")
     parser.add_argument("--model", required=True, help="a run's folder, a Hugging Face folder, a GGUF file or a hub id")
+    parser.add_argument("--step", type=int, help="the checkpoint of this step of a run instead of the newest")
     parser.add_argument("--file", type=Path, help="a text file with one prompt a line")
     parser.add_argument("--samples", type=int, default=1, help="responses to each prompt")
     parser.add_argument(
@@ -182,6 +187,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         so_far = generate(
             args.model,
             prompts,
+            step=args.step,
             samples=args.samples,
             max_new_tokens=args.max_new_tokens,
             sampling=Sampling(temperature=args.temperature, top_p=args.top_p, top_k=args.top_k),
