@@ -62,7 +62,7 @@ def run_config(run: str | Path) -> Path:
     if is_run(folder):
         return folder / "config.json"
     if not folder.is_dir():
-        why = "it is a file" if folder.exists() else f"there is no such folder{nearest_path(folder)}"
+        why = "it is a file" if folder.exists() else "; ".join(filter(None, ["no such folder", nearest_path(folder)]))
     elif around := next(filter(is_run, folder.parents), None):
         why = f"but a part of one: give {str(around)!r}"
     elif any(folder.glob("*.safetensors")):
@@ -153,7 +153,7 @@ def _assign(raw: ConfigDict, key: str, value: Any) -> None:
 
 def _read_file(path: Path) -> ConfigDict:
     if not path.is_file():
-        raise UserError(f"--config={path}: no such file{nearest_path(path)}")
+        raise UserError("; ".join(filter(None, [f"--config={path}: no such file", nearest_path(path)])))
     if path.suffix == ".json":
         try:
             return ConfigDict(with_new_knobs(json.loads(path.read_text())), type_safe=False)

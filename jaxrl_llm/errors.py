@@ -51,10 +51,10 @@ def nearest(name: str, valid: Iterable[str]) -> str:
 
 
 def nearest_path(path: str | Path) -> str:
-    """ "; did you mean 'runs/sums'?" for a path that is not there, if what lies in its place has a near name; else "".
+    """A clause that names what lies where a path is not, if its name is near; else "".
 
     >>> nearest_path("configs/bose.py"), nearest_path("confgs/base.py"), nearest_path("zzz")
-    ("; did you mean 'configs/base.py'?", "; did you mean 'configs/base.py'?", '')
+    ("did you mean 'configs/base.py'?", "did you mean 'configs/base.py'?", '')
     """
     path, found = Path(path).expanduser(), Path()
     if path.exists():
@@ -67,7 +67,7 @@ def nearest_path(path: str | Path) -> str:
                 return ""
             part = close[0]
         found /= part
-    return f"; did you mean {str(found)!r}?"
+    return f"did you mean {str(found)!r}?"
 
 
 INTERRUPTED = 130  # the exit code of a program that Ctrl-C ended

@@ -78,7 +78,8 @@ def find_folder(folder_or_id: str | Path) -> Path:
 def _fetchable(folder: Path) -> str:
     """What makes the folder, if its name is that of a model that can be fetched without a hub; else a near name."""
     known = folder.name in FETCHABLE
-    return f" (python -m jaxrl_llm.fetch {folder.name} --out {folder} makes it)" if known else nearest_path(folder)
+    hint = f"python -m jaxrl_llm.fetch {folder.name} --out {folder} makes it" if known else nearest_path(folder)
+    return f" ({hint})" if hint else ""
 
 
 def read_config(folder: Path) -> dict[str, Any]:
