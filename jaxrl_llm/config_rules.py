@@ -86,6 +86,15 @@ def notices(config: Config) -> list[str]:
             "config.algorithm.use_kl_in_reward and config.actor.use_kl_loss are both True: the KL to the reference is "
             "charged twice, in the reward and in the loss"
         )
+    for name, needed in (("critic", need_critic(config)), ("reference", need_reference(config))):
+        if not needed and (path := getattr(config, name).path):
+            found.append(f"config.{name}.path = {path!r} is not read: there is no {name} in this configuration")
+    rewards, scorer = config.reward.weights, config.reward.model
+    if rewards and not any(rewards) and not (scorer.path and scorer.weight):
+        found.append(
+            f"config.reward.weights = {rewards}: every reward is only watched, and there is no reward model "
+            "(reward.model.path) whose score would count: all scores are 0"
+        )
     sampler = config.rollout
     truncated = [
         f"config.rollout.{name}"

@@ -32,6 +32,9 @@ class SupervisedRun(Run):
     def _make_evaluator(self, update_weights: Compiled) -> Evaluators | None:
         return self._compile_evaluator(update_weights)
 
+    def _try_out(self) -> None:
+        self._batch(self._data.batch(0, self.config.data.train_batch_size))
+
     def _compile(self) -> None:
         self._note("compiling the update (once, before the first step)")
         program, state = self._program, abstract_like(self._state)

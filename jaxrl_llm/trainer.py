@@ -95,6 +95,7 @@ class Run:
         self._layout = make_layout(config)
         self._scorer, self._inputs = self._make_scorer()
         self._program = self._make_program()
+        self._try_out()
         self._checkpoints, changed = self._open_checkpoints(workdir)
         resumed = self._checkpoints.latest_step() if self._checkpoints else None
         self._curriculum = self._make_curriculum()
@@ -252,6 +253,9 @@ class Run:
     def _make_program(self) -> Program:
         return build_program(self.config, self._inputs, self._layout, self.total_steps)
 
+    def _try_out(self) -> None:
+        """Finds out what is wrong with the records, beside what `load_inputs` does, before anything is written."""
+
     def _open_checkpoints(self, workdir: str | Path | None) -> tuple[Checkpoints | None, list[str]]:
         """The checkpoints, and how the configuration differs from that of the run in the folder."""
         if workdir is None:
@@ -358,7 +362,8 @@ class Run:
         _, batch, given, texts, scored = stepped
         if self._writer is None or scored is None:
             return
-        if scored.failures and not self._told_of_failures:
+        # Where every response failed, the error that ends the run tells why.
+        if scored.failures and not self._told_of_failures and scored.num_failed < len(texts):
             self._told_of_failures = True
             failed = f"the reward failed on {scored.num_failed} of {len(texts)} responses"
             first = f"the first, of {len(scored.failures)}: {scored.failures[0]}"
