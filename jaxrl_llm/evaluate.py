@@ -63,7 +63,7 @@ def evaluate(config: Config, *, run: str | None = None, samples: int = 4) -> dic
       samples: responses per prompt at rollout.temperature; 0 leaves "sampled" out.
     """
     from jaxrl_llm.compiled import Compiled
-    from jaxrl_llm.evaluation import make_evaluator
+    from jaxrl_llm.evaluation import make_evaluator, open_rewards, try_out
     from jaxrl_llm.loading import build_program, holds_reward_model, load_inputs, make_layout, policy_params
     from jaxrl_llm.reward_model import evaluate_pairs
     from jaxrl_llm.reward_scorer import make_scorer
@@ -75,23 +75,26 @@ def evaluate(config: Config, *, run: str | None = None, samples: int = 4) -> dic
 
     if run is not None and holds_reward_model(run):
         return {"pairs": evaluate_pairs(config, run, report)}
-    inputs = load_inputs(config, train=False)
-    layout = make_layout(config)
-    scorer, inputs = make_scorer(config, inputs, layout)
-    program = build_program(config, inputs, layout, total_steps=1)
-    params, step = policy_params(config, program.actor_model, layout, inputs.folder, run)
-    if run is not None:
-        report(f"checkpoint of step {step}")
-    if scorer:
-        scorer.load()
-        scorer.compile(report)
-    view = Compiled("update_weights", program.update_weights, params, report=report)(params)
-    results = {}
-    for name, n, sampling in (("greedy", 1, Sampling(temperature=0.0)), ("sampled", samples, train_sampling(config))):
-        if n:
-            evaluator = make_evaluator(program, inputs, view, n=n, sampling=sampling, report=report, name=name)
-            results[name] = list(evaluator.rows(view, step))
-    return results
+    inputs = open_rewards(config, load_inputs(config, train=False))
+    with inputs.rewards:
+        layout = make_layout(config)
+        scorer, inputs = make_scorer(config, inputs, layout)
+        program = build_program(config, inputs, layout, total_steps=1)
+        params, step = policy_params(config, program.actor_model, layout, inputs.folder, run)
+        if run is not None:
+            report(f"checkpoint of step {step}")
+        try_out(inputs)
+        if scorer:
+            scorer.load()
+            scorer.compile(report)
+        view = Compiled("update_weights", program.update_weights, params, report=report)(params)
+        results = {}
+        modes = (("greedy", 1, Sampling(temperature=0.0)), ("sampled", samples, train_sampling(config)))
+        for name, n, sampling in modes:
+            if n:
+                evaluator = make_evaluator(program, inputs, view, n=n, sampling=sampling, report=report, name=name)
+                results[name] = list(evaluator.rows(view, step))
+        return results
 
 
 def summary(name: str, rows: Sequence[dict[str, Any]]) -> str:

@@ -11,9 +11,10 @@ import jax
 import numpy as np
 
 from jaxrl_llm.compiled import Compiled, compile_reward, compile_sampler
+from jaxrl_llm.config import Config
 from jaxrl_llm.data import PromptBatch, PromptData
 from jaxrl_llm.loading import Inputs
-from jaxrl_llm.rewards import RewardSet, Scores
+from jaxrl_llm.rewards import RewardSet, Scores, pooled
 from jaxrl_llm.sharding import Layout, abstract_like
 from jaxrl_llm.steps.phases import Program
 from jaxrl_llm.steps.rollout import StopRules
@@ -37,20 +38,49 @@ def response_texts(
     ]
 
 
+def open_rewards(config: Config, inputs: Inputs) -> Inputs:
+    """The inputs, their rewards over text in a pool of workers, which are starting up and which
+    `inputs.rewards.close()` ends.
+
+    Raises:
+      UserError: a function cannot be sent to a worker.
+    """
+    settings = config.reward
+    options = {"num_workers": settings.num_workers, "timeout": settings.timeout, "memory_limit": settings.memory_limit}
+    return dataclasses.replace(inputs, rewards=pooled(inputs.rewards, **options))
+
+
+def try_out(inputs: Inputs) -> None:
+    """Calls every reward once for each kind of prompts, see `RewardSet.try_out`."""
+    for data in (inputs.train, inputs.held_out):
+        if data is not None:
+            inputs.rewards.try_out(*data.first())
+
+
 def score_texts(rewards: RewardSet, given: PromptBatch, texts: Sequence[str]) -> Scores:
     """Scores of B = G · n responses; the rows of filler prompts are not scored, and not valid."""
+    return start_scoring(rewards, given, texts)()
+
+
+def start_scoring(rewards: RewardSet, given: PromptBatch, texts: Sequence[str]) -> Callable[[], Scores]:
+    """Begins what `score_texts` does; what is returned waits for the scores."""
     n = len(texts) // len(given.records)
     real = int(np.asarray(given.prompts.prompt_valid).sum())  # fillers come last
     records = [record for record in given.records[:real] for _ in range(n)]
     prompts = [text for text in given.texts[:real] for _ in range(n)]
-    scored = rewards.score(prompts, texts[: real * n], records)
+    pending = rewards.start(prompts, texts[: real * n], records)
     fill = len(texts) - real * n
-    return dataclasses.replace(
-        scored,
-        scores=np.pad(scored.scores, ((0, fill), (0, 0))),
-        valid=np.pad(scored.valid, (0, fill)),
-        extras=scored.extras + [{}] * fill,
-    )
+
+    def wait() -> Scores:
+        scored = pending.result()
+        return dataclasses.replace(
+            scored,
+            scores=np.pad(scored.scores, ((0, fill), (0, 0))),
+            valid=np.pad(scored.valid, (0, fill)),
+            extras=scored.extras + [{}] * fill,
+        )
+
+    return wait
 
 
 @dataclasses.dataclass(frozen=True)

@@ -57,7 +57,7 @@ ALLOWED: dict[str, set[str]] = {
     "evaluate": HOST
     | {"command_line", "models", "steps", "loading", "compiled", "evaluation", "reward_model", "reward_scorer"},
     "fetch": BASE | {"models"},
-    "supervised": HOST | {"command_line", "compiled", "evaluation", "steps", "timers", "trainer"},
+    "supervised": HOST | {"command_line", "compiled", "evaluation", "loading", "models", "steps", "timers", "trainer"},
     "sft": HOST | {"command_line", "models", "steps", "supervised"},
     "reward_model": HOST
     | {"command_line", "models", "steps", "compiled", "evaluation", "exchanges", "loading", "supervised"},
