@@ -134,6 +134,13 @@ def _reward() -> dict:
         "functions": (),
         "weights": (),  # factor of each in the score; (): 1 each
         "data_sources": (),  # per function the record's data_source that it scores, "": all; (): all score all
+        # Functions over text run in processes without jax, one response at a time, see docs/rewards.md. A response
+        # whose reward fails (an exception, None, NaN, a crash, too slow) is left out and counted, reward/failed_ratio.
+        "num_workers": -1,  # how many; -1: one per CPU core, but at most 8; 0: in this process, without a deadline
+        "timeout": 10.0,  # seconds a response may take before its worker is killed; a batched call may take their sum
+        "memory_limit": 4.0,  # GB of a worker, and of each process that it starts; 0: none
+        # Share of a step's responses whose reward may fail; more ends the run, exit code 3. All failing always does.
+        "max_failed_ratio": 0.5,
         # A reward model beside the functions, or alone: one more score of every response, named reward_model. A weight
         # of 0 for a function makes it one that is only watched.
         "model": {

@@ -17,7 +17,8 @@ from jaxrl_llm.curriculum import Curriculum
 from jaxrl_llm.data import PromptBatch, PromptData
 from jaxrl_llm.environments import Message
 from jaxrl_llm.errors import UserError, nearest
-from jaxrl_llm.rewards import RewardSet, Scores
+from jaxrl_llm.loading import Inputs
+from jaxrl_llm.rewards import RewardSet, Scores, pooled
 from jaxrl_llm.samplers import Sampled, Sampler
 from jaxrl_llm.sharding import Layout
 from jaxrl_llm.timers import Timers
@@ -200,6 +201,25 @@ class Collector:
         return Collected(batch, given, sampled, Scores.join([first.scored, second.scored]).rows(rows))
 
 
+def open_rewards(config: Config, inputs: Inputs) -> Inputs:
+    """The inputs, their rewards over text in a pool of workers, which are starting up and which
+    `inputs.rewards.close()` ends.
+
+    Raises:
+      UserError: a function cannot be sent to a worker.
+    """
+    settings = config.reward
+    options = {"num_workers": settings.num_workers, "timeout": settings.timeout, "memory_limit": settings.memory_limit}
+    return dataclasses.replace(inputs, rewards=pooled(inputs.rewards, **options))
+
+
+def try_out(inputs: Inputs) -> None:
+    """Calls every reward once for each kind of prompts, see `RewardSet.try_out`."""
+    for data in (inputs.train, inputs.held_out):
+        if data is not None:
+            inputs.rewards.try_out(*data.first())
+
+
 def start_scoring(rewards: RewardSet, given: PromptBatch, sampled: Sampled) -> Callable[[], Scores]:
     """Begins to score B = G · n responses; what it returns, called, waits for the scores. The rows of filler prompts
     are not scored, and not valid; neither are those whose environment has failed."""
@@ -210,8 +230,10 @@ def start_scoring(rewards: RewardSet, given: PromptBatch, sampled: Sampled) -> C
         records = [{**r, "conversation": c} for r, c in zip(records, sampled.conversations, strict=False)]
     prompts = [text for text in given.texts[:real] for _ in range(n)]
 
+    pending = rewards.start(prompts, sampled.texts[: real * n], records)
+
     def finish() -> Scores:
-        scored = rewards.score(prompts, sampled.texts[: real * n], records)
+        scored = pending.result()
         fill, valid = len(sampled.texts) - real * n, scored.valid.copy()
         valid[list(sampled.failures)] = False
         return dataclasses.replace(

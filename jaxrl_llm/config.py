@@ -20,6 +20,7 @@ from jaxrl_llm.errors import UserError
 Positive = Annotated[int, Range("at least 1", lambda v: v >= 1)]
 Count = Annotated[int, Range("at least 0", lambda v: v >= 0)]
 AxisSize = Annotated[int, Range("at least 1, or -1 for what is left", lambda v: v >= 1 or v == -1)]
+Workers = Annotated[int, Range("at least 0, or -1 for one per CPU core", lambda v: v >= -1)]
 AboveZero = Annotated[float, Range("above 0", lambda v: v > 0)]
 NotNegative = Annotated[float, Range("at least 0", lambda v: v >= 0)]
 AboveOne = Annotated[float, Range("above 1", lambda v: v > 1)]
@@ -129,6 +130,10 @@ class Reward:
     functions: tuple[str, ...]
     weights: tuple[float, ...]
     data_sources: tuple[str, ...]
+    num_workers: Workers
+    timeout: AboveZero
+    memory_limit: NotNegative
+    max_failed_ratio: Fraction
     model: RewardModel
     overlong_buffer: OverlongBuffer
 
@@ -373,6 +378,10 @@ RESUMABLE = (
     "trainer.rollout_dump",
     "trainer.sample_interval",
     "trainer.samples_to_show",
+    "reward.num_workers",
+    "reward.timeout",
+    "reward.memory_limit",
+    "reward.max_failed_ratio",
     "data.eval",
     "eval.",
     "logging.",

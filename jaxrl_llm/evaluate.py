@@ -74,6 +74,7 @@ def evaluate(
       step: of the checkpoint; None is the newest.
       samples: responses per prompt at rollout.temperature; 0 leaves "sampled" out.
     """
+    from jaxrl_llm.collect import open_rewards, try_out
     from jaxrl_llm.compiled import Compiled
     from jaxrl_llm.evaluation import make_evaluator
     from jaxrl_llm.loading import build_program, holds_reward_model, load_inputs, make_layout, policy_params
@@ -93,24 +94,26 @@ def evaluate(
     of_pairs = config.data.chosen_key in inputs.held_out.first()[1]
     if run is None and of_pairs and hf.is_classifier(hf.read_config(inputs.folder)):
         return {"pairs": evaluate_pairs(config, None, report)}
-    layout = make_layout(config)
-    scorer, inputs = make_scorer(config, inputs, layout)
-    program = build_program(config, inputs, layout, total_steps=1)
-    params, step = policy_params(config, program.actor_model, layout, inputs.folder, run, step)
-    if run is not None:
-        report(f"checkpoint of step {step}")
-    if scorer:
-        scorer.load()
-        scorer.compile(report)
-    view = Compiled("update_weights", program.update_weights, params, report=report)(params)
-    results = {}
-    for name, n, sampling in (("greedy", 1, Sampling(temperature=0.0)), ("sampled", samples, train_sampling(config))):
-        if n:
-            evaluator = make_evaluator(
-                program, inputs, view, mode=name, n=n, sampling=sampling, report=report, name=name
-            )
-            results[name] = list(evaluator.rows(view, step))
-    return results
+    inputs = open_rewards(config, inputs)
+    with inputs.rewards:
+        layout = make_layout(config)
+        scorer, inputs = make_scorer(config, inputs, layout)
+        program = build_program(config, inputs, layout, total_steps=1)
+        params, step = policy_params(config, program.actor_model, layout, inputs.folder, run, step)
+        if run is not None:
+            report(f"checkpoint of step {step}")
+        try_out(inputs)
+        if scorer:
+            scorer.load()
+            scorer.compile(report)
+        view = Compiled("update_weights", program.update_weights, params, report=report)(params)
+        results = {}
+        ways = (("greedy", 1, Sampling(temperature=0.0)), ("sampled", samples, train_sampling(config)))
+        for name, n, sampling in ways:
+            if n:
+                options: dict[str, Any] = {"mode": name, "n": n, "sampling": sampling, "name": name, "report": report}
+                results[name] = list(make_evaluator(program, inputs, view, **options).rows(view, step))
+        return results
 
 
 def summary(name: str, source: str, rows: Sequence[dict[str, Any]]) -> str:

@@ -199,6 +199,9 @@ def evaluate_pairs(
 class RewardModelRun(SupervisedRun):
     """A run like that of `fit`, whose step reads pairs of responses instead of sampling and scoring."""
 
+    def _open_rewards(self) -> Inputs:  # its evaluation is of pairs
+        return self._inputs
+
     def _make_scorer(self) -> tuple[None, Inputs]:
         return None, self._inputs
 

@@ -15,6 +15,7 @@ from jaxrl_llm.config import Config
 from jaxrl_llm.data import PromptBatch
 from jaxrl_llm.errors import exit_code
 from jaxrl_llm.evaluation import Evaluators
+from jaxrl_llm.loading import Inputs
 from jaxrl_llm.sharding import abstract_like
 from jaxrl_llm.steps.step import ACTOR
 from jaxrl_llm.timers import host_metrics
@@ -28,6 +29,9 @@ class SupervisedRun(Run):
     def _batch(self, given: PromptBatch) -> Batch:
         """The finished batch of these prompts and what their records hold, on the host."""
         raise NotImplementedError
+
+    def _open_rewards(self) -> Inputs:  # which only score what is held out
+        return self._inputs if self._inputs.held_out is None else super()._open_rewards()
 
     def _make_evaluator(self, update_weights: Compiled) -> Evaluators | None:
         return self._compile_evaluator(update_weights)

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxrl_llm.checkpoint import Checkpoints
-from jaxrl_llm.collect import Collector
+from jaxrl_llm.collect import Collector, open_rewards, try_out
 from jaxrl_llm.compiled import Compiled, CompiledTraining, compile_step
 from jaxrl_llm.config import Config, notices, resume_differences, to_json
 from jaxrl_llm.curriculum import Curriculum
@@ -87,7 +87,19 @@ class Run:
         self._workdir = None if workdir is None else Path(workdir)
         if self._workdir and self._workdir.exists() and not self._workdir.is_dir():
             raise UserError(f"--workdir {workdir}: is a file; expected a folder, or nothing yet")
+        self._writer, self._checkpoints = None, None
         self._inputs = load_inputs(config)
+        try:
+            self._start(workdir)
+        except BaseException as error:
+            self.close(error)
+            raise
+        self._steps = self._run()
+
+    def _start(self, workdir: str | Path | None) -> None:
+        """All that comes before the first step. The rewards' workers start up while models are read."""
+        config = self.config
+        self._inputs = self._open_rewards()
         assert self._inputs.train is not None
         self._data = self._inputs.train
         epochs = epoch_steps(len(self._data), config.data.train_batch_size, config.trainer.epochs)
@@ -100,12 +112,12 @@ class Run:
         resumed = self._checkpoints.latest_step() if self._checkpoints else None
         self._curriculum = self._make_curriculum()
         self._state, self._cursor = self._restore(resumed)
+        try_out(self._inputs)
         if self._scorer:
             self._scorer.load()
         self.step = int(self._state.step)
         # Opened last: a start that fails leaves the folder as it was.
         last = -1 if resumed is None else resumed
-        self._writer = None
         if workdir:
             machine = machine_facts()
             self._writer = RunWriter(workdir, config, total_steps=self.total_steps, resumed_step=last, machine=machine)
@@ -116,17 +128,12 @@ class Run:
         for line in changed:
             self._note(line)
         self._timers = Timers()
-        try:
-            if self.step < self.total_steps:
-                if self._scorer:
-                    self._scorer.compile(self._note)
-                self._compile()
-            else:
-                self._note(f"nothing is left to do: step {self.step} of {self.total_steps} is done (trainer.steps)")
-        except BaseException as error:
-            self.close(error)
-            raise
-        self._steps = self._run()
+        if self.step < self.total_steps:
+            if self._scorer:
+                self._scorer.compile(self._note)
+            self._compile()
+        else:
+            self._note(f"nothing is left to do: step {self.step} of {self.total_steps} is done (trainer.steps)")
 
     # The step
 
@@ -234,7 +241,9 @@ class Run:
         self.close(error)
 
     def close(self, error: BaseException | None = None) -> None:
-        """Closes the run's files, which say how it ended (by `error`, if there was one); the state stays."""
+        """Ends the rewards' workers and closes the run's files, which say how it ended (by `error`, if there was one);
+        the state stays."""
+        self._inputs.rewards.close()
         if self._writer:
             writer, self._writer = self._writer, None
             writer.close(error)
@@ -246,6 +255,9 @@ class Run:
         return jax.tree.map(jnp.copy, self._state)
 
     # Before the first step
+
+    def _open_rewards(self) -> Inputs:
+        return open_rewards(self.config, self._inputs)
 
     def _make_scorer(self) -> tuple[RewardScorer | None, Inputs]:
         return make_scorer(self.config, self._inputs, self._layout)
@@ -345,10 +357,12 @@ class Run:
 
     def _why_stop(self, stepped: Stepped) -> str:
         """Why the run cannot learn any more; "" if it can."""
-        if stepped.scored and stepped.metrics["reward/failed_ratio"] == 1:
+        ratio, most = stepped.metrics.get("reward/failed_ratio", 0.0), self.config.reward.max_failed_ratio
+        if stepped.scored and (ratio == 1 or ratio > most):
             failures = stepped.scored.failures
             first = failures[0] if failures else "a JAX reward's score was not finite"
-            return f"the reward failed on every response; the first failure:\n{first}"
+            where = "every response" if ratio == 1 else f"{ratio:.0%} of the responses (reward.max_failed_ratio={most})"
+            return f"the reward failed on {where}; the first failure:\n{first}"
         for role, trained in (("actor", self._state.actor), ("critic", self._state.critic)):
             skipped = int(trained.skipped) if trained else 0
             if skipped >= self.config.trainer.max_skipped_updates:

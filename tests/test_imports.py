@@ -52,7 +52,7 @@ ALLOWED: dict[str, set[str]] = {
     "loading": HOST | {"models", "steps"},
     "compiled": HOST | {"models", "steps"},
     "samplers": HOST | {"models", "steps", "compiled", "loading"},
-    "collect": HOST | {"steps", "compiled", "curriculum", "samplers", "timers"},
+    "collect": HOST | {"steps", "compiled", "curriculum", "environments", "loading", "samplers", "timers"},
     "evaluation": HOST | {"models", "steps", "compiled", "loading", "collect", "samplers"},
     "reward_scorer": HOST | {"models", "steps", "compiled", "exchanges", "loading"},
     "timers": {"metrics", "steps"},
@@ -63,7 +63,7 @@ ALLOWED: dict[str, set[str]] = {
     "evaluate": HOST
     | {"command_line", "models", "steps", "loading", "compiled", "evaluation", "reward_model", "reward_scorer"},
     "fetch": BASE | {"models"},
-    "supervised": HOST | {"command_line", "compiled", "evaluation", "steps", "timers", "trainer"},
+    "supervised": HOST | {"command_line", "compiled", "evaluation", "loading", "models", "steps", "timers", "trainer"},
     "sft": HOST | {"command_line", "models", "steps", "supervised"},
     "reward_model": HOST
     | {"command_line", "models", "steps", "compiled", "evaluation", "exchanges", "loading", "supervised"},
