@@ -15,8 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxrl_llm import dotted
-from jaxrl_llm.data import PromptData, epoch_steps, format_prompt
+from jaxrl_llm.data import PromptData
 from jaxrl_llm.errors import UserError
+from jaxrl_llm.order import epoch_steps
+from jaxrl_llm.records import format_prompt
 from tests import tokenizers_for_tests as made
 
 TOKENIZER: Any = made.characters()

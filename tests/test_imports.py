@@ -14,7 +14,20 @@ PACKAGE = Path(__file__).resolve().parents[1] / "jaxrl_llm"
 # Room -> what it may import of this package. A room is a folder, or a module of its own.
 BASE = {"errors"}
 CONFIG = BASE | {"config", "config_rules", "config_values", "dotted", "rewards", "algorithms"}
-HOST = CONFIG | {"types", "tokenizer", "sources", "data", "metrics", "writers", "progress", "checkpoint", "sharding"}
+HOST = CONFIG | {
+    "types",
+    "tokenizer",
+    "chat",
+    "sources",
+    "records",
+    "order",
+    "data",
+    "metrics",
+    "writers",
+    "progress",
+    "checkpoint",
+    "sharding",
+}
 FILES = BASE | {"run_files"}
 ALLOWED: dict[str, set[str]] = {
     "__init__": {"command_line", "trainer"},
@@ -29,9 +42,13 @@ ALLOWED: dict[str, set[str]] = {
     "rewards": BASE | {"dotted"},
     "tasks": BASE,
     "tokenizer": BASE,
-    "sources": BASE | {"dotted"},
-    "data": BASE | {"sources", "tokenizer", "types"},
-    "exchanges": BASE | {"data", "tokenizer"},
+    "chat": BASE,
+    "source_files": BASE,
+    "sources": BASE | {"dotted", "source_files"},
+    "records": BASE | {"chat", "sources"},
+    "order": BASE,
+    "data": BASE | {"chat", "order", "records", "sources", "types"},
+    "exchanges": BASE | {"chat", "records", "sources"},
     "sharding": BASE | {"types"},
     "checkpoint": BASE | {"types"},
     "metrics": BASE | {"algorithms", "types"},

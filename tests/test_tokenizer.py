@@ -12,12 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import jaxrl_llm
+from jaxrl_llm.chat import render_prompt
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.tokenizer import (
     cut_at_stop,
     decode_response,
     load_tokenizer,
-    render_prompt,
     stop_automaton,
     token_bytes,
     unknown_in,
