@@ -6,12 +6,13 @@ import functools
 import itertools
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from jaxrl_llm.errors import UserError, nearest
 
 if TYPE_CHECKING:
+    from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerFast
 
 Chat = Sequence[Mapping[str, Any]]  # messages: {"role": "user", "content": "…"}
@@ -29,6 +30,8 @@ class _Control(NamedTuple):
     forbidden: frozenset[int]  # what plain text may not become: these ids but for the one of unknown characters
     pattern: re.Pattern[str]
     bos: list[int]  # what the tokenizer puts before plain text: its BOS, or nothing
+    strips_left: frozenset[str]  # those that swallow the white space before them
+    strips_right: frozenset[str]  # and behind them
 
 
 def render_prompt(
@@ -110,16 +113,28 @@ def encode_response(tokenizer: PreTrainedTokenizerFast, text: str, eos_id: int) 
 
 
 def _messages(prompt: str | Chat, system_prompt: str | None) -> list[dict[str, Any]]:
+    """The messages as dicts, without the fields that are None: Parquet gives every message the fields of them all."""
     if isinstance(prompt, str):
         prompt = [{"role": "user", "content": prompt}]
-    if not isinstance(prompt, Sequence) or not prompt:
+    if not isinstance(prompt, Sequence) or isinstance(prompt, bytes) or not prompt:
         raise UserError(f"a prompt is a string or a list of chat messages, found {prompt!r:.80}")
+    messages = []
     for i, message in enumerate(prompt):
-        if not isinstance(message, Mapping) or "role" not in message or not {"content", "tool_calls"} & set(message):
+        if not isinstance(message, Mapping):
             raise UserError(f"message {i} of the prompt needs 'role' and 'content', found {message!r:.80}")
-        if message["role"] not in ROLES:
-            raise UserError(f"message {i} of the prompt has role {message['role']!r:.40}; valid: {', '.join(ROLES)}")
-    messages = [dict(message) for message in prompt]
+        given = {key: value for key, value in message.items() if value is not None}
+        content = given.get("content")
+        if "role" not in given or (content is None and not given.get("tool_calls")):
+            raise UserError(f"message {i} of the prompt needs 'role' and 'content', found {dict(message)!r:.80}")
+        if given["role"] not in ROLES:
+            raise UserError(f"message {i} of the prompt has role {given['role']!r:.40}; valid: {', '.join(ROLES)}")
+        parts = list(content) if isinstance(content, list | tuple) else None
+        if not (content is None or isinstance(content, str) or (parts and all(isinstance(x, Mapping) for x in parts))):
+            expected = 'text, or a list of parts such as {"type": "text", "text": "…"}'
+            raise UserError(f"message {i} of the prompt: its content is {expected}; found {content!r:.40}")
+        if parts is not None:
+            given["content"] = [{k: v for k, v in part.items() if v is not None} for part in parts]
+        messages.append(given if content is not None or "content" not in message else {**given, "content": None})
     if system_prompt and messages[0]["role"] != "system":
         messages.insert(0, {"role": "system", "content": system_prompt})
     return messages
@@ -129,33 +144,63 @@ def _render_chat(
     tokenizer: PreTrainedTokenizerFast, messages: list[dict], template_kwargs: Mapping[str, Any], control: _Control
 ) -> list[int]:
     """Control tokens in the messages are swapped for marks while the template renders, and come back as plain text."""
-    import jinja2
-
-    try:
-        template = tokenizer.get_chat_template()
-        _check_template_kwargs(template, template_kwargs)
-        spelled, marked = _mark_control_tokens(messages, control.pattern)
-        options: dict[str, Any] = {"add_generation_prompt": not template_kwargs.get("continue_final_message", False)}
-        text = tokenizer.apply_chat_template(marked, **{**options, **template_kwargs, "tokenize": False})
-    except jinja2.TemplateError as error:
-        raise UserError(f"the chat template refuses the prompt: {error}") from error
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
-        if tokenizer.chat_template is None:
-            raise UserError("the tokenizer has no chat template; set data.chat_template=False") from error
-        raise UserError(f"the chat template fails: {type(error).__name__}: {error}") from error
-    assert isinstance(text, str)
+    spelled, marked = _mark_control_tokens(messages, control.pattern)
+    text = _rendered(tokenizer, marked, template_kwargs)
+    for i, message in enumerate(marked):
+        if isinstance(message.get("content"), list) and str(message["content"]) in text:
+            raise UserError(
+                f"message {i} of the prompt: its content is a list of parts, and the chat template takes text alone"
+            )
+    _check_characters(text)
     if not spelled:  # the usual case, and token for token what transformers does
         ids = list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
         written = [control.ids[match[0]] for match in control.pattern.finditer(text)]
         # They differ where the tokenizer's own normalization makes a control token of other characters.
         if [i for i in ids if i in control.forbidden] == [i for i in written if i in control.forbidden]:
             return ids
-    ids, end = [], 0
-    for match in control.pattern.finditer(text):
-        ids += _encode_plain(tokenizer, _unmark(text[end : match.start()], spelled), control)
-        ids.append(control.ids[match[0]])
-        end = match.end()
-    return ids + _encode_plain(tokenizer, _unmark(text[end:], spelled), control)
+    ids, end, strip = [], 0, False
+    for match in [*control.pattern.finditer(text), None]:
+        piece = text[end : match.start() if match else None]
+        piece = piece.lstrip() if strip else piece  # some control tokens swallow the white space beside them
+        piece = piece.rstrip() if match and match[0] in control.strips_left else piece
+        ids += _encode_plain(tokenizer, _unmark(piece, spelled), control, follows=bool(ids))
+        if match:
+            ids.append(control.ids[match[0]])
+            end, strip = match.end(), match[0] in control.strips_right
+    return ids
+
+
+def _rendered(tokenizer: PreTrainedTokenizerFast, messages: list[dict], template_kwargs: Mapping[str, Any]) -> str:
+    """The template's text.
+
+    Raises:
+      UserError: there is no template, it does not know a variable, it refuses the messages or it fails.
+    """
+    import jinja2
+
+    try:
+        template = tokenizer.get_chat_template()
+        _check_template_kwargs(template, template_kwargs)
+        options: dict[str, Any] = {"add_generation_prompt": not template_kwargs.get("continue_final_message", False)}
+        text = tokenizer.apply_chat_template(messages, **{**options, **template_kwargs, "tokenize": False})
+    except UserError:
+        raise
+    except jinja2.TemplateSyntaxError as error:
+        raise UserError(f"the tokenizer's chat template is broken: line {error.lineno}: {error}") from error
+    except jinja2.UndefinedError as error:
+        raise UserError(f"the chat template fails: it needs what the prompt does not have: {error}") from error
+    except jinja2.TemplateError as error:
+        roles = ", ".join(message["role"] for message in messages)
+        hint = f" (the messages' roles: {roles}"
+        if messages[0]["role"] == "system":
+            hint += "; a template without a system role wants what is said there in the first user message"
+        raise UserError(f"the chat template refuses the prompt: {error}{hint})") from error
+    except Exception as error:  # a template is a program, and may fail as any
+        if tokenizer.chat_template is None:
+            raise UserError("the tokenizer has no chat template; set data.chat_template=False") from error
+        raise UserError(f"the chat template fails: {type(error).__name__}: {error}") from error
+    assert isinstance(text, str)
+    return text
 
 
 def _check_template_kwargs(template: str, template_kwargs: Mapping[str, Any]) -> None:
@@ -189,7 +234,7 @@ def _map_strings(value: Any, function: Callable[[str], str]) -> Any:
         case str():
             return function(value)
         case Mapping():
-            return {key: _map_strings(item, function) for key, item in value.items()}
+            return {_map_strings(key, function): _map_strings(item, function) for key, item in value.items()}
         case list() | tuple():
             return [_map_strings(item, function) for item in value]
         case _:
@@ -202,16 +247,92 @@ def _unmark(text: str, spelled: Mapping[str, str]) -> str:
     return text
 
 
-def _encode_plain(tokenizer: PreTrainedTokenizerFast, text: str, control: _Control) -> list[int]:
-    """The ids of `text` with no control token among them, whatever it spells."""
+def _encode_plain(
+    tokenizer: PreTrainedTokenizerFast, text: str, control: _Control, *, follows: bool = False
+) -> list[int]:
+    """The ids of `text` with no control token among them, whatever it spells; `follows`: it stands behind one."""
+    _check_characters(text)
+    if follows and _starts_anew(tokenizer):
+        return _guarded(_backend(tokenizer, "behind a control token"), text, tokenizer, control)
     ids = list(tokenizer(text, add_special_tokens=False, split_special_tokens=True, verbose=False)["input_ids"])
     if control.forbidden.isdisjoint(ids):
         return ids
-    # A unigram model has its control tokens among the ordinary pieces: leave it no spelling that is whole.
-    cuts = [0, *(match.start() + 1 for match in control.pattern.finditer(text)), len(text)]
-    pieces = [text[start:end] for start, end in itertools.pairwise(cuts)]
-    encoded = tokenizer(pieces, add_special_tokens=False, split_special_tokens=True, verbose=False)["input_ids"]
-    return [i for piece in encoded for i in piece if i not in control.forbidden]
+    return _guarded(_backend(tokenizer, "first"), text, tokenizer, control)
+
+
+def _guarded(backend: Tokenizer, text: str, tokenizer: PreTrainedTokenizerFast, control: _Control) -> list[int]:
+    """The ids of `text`, cut wherever it became a control token: a unigram model has them among its ordinary pieces,
+    and a normalizer makes them of other characters. No spelling is left whole."""
+    encoded = backend.encode(text, add_special_tokens=False)
+    if control.forbidden.isdisjoint(encoded.ids):
+        return list(encoded.ids)
+    if len(text) < 2:  # one character that is normalized to a control token; no tokenizer is known to have such
+        return [] if tokenizer.unk_token_id is None else [tokenizer.unk_token_id]
+    cuts = {0, len(text)}
+    for i, (start, end) in zip(encoded.ids, encoded.offsets, strict=True):
+        if i in control.forbidden:
+            cuts |= {start + 1} if end - start > 1 else {start, end}
+    inside = _backend(tokenizer, "inside a text")
+    pieces = [text[start:end] for start, end in itertools.pairwise(sorted(cuts))]
+    return [
+        i for at, piece in enumerate(pieces) for i in _guarded(inside if at else backend, piece, tokenizer, control)
+    ]
+
+
+def _starts_anew(tokenizer: PreTrainedTokenizerFast) -> bool:
+    """Whether the tokenizer treats the beginning of a text apart from what stands behind a control token."""
+    return any(part.get("prepend_scheme") == "first" for part in _parts(_pieces_of(tokenizer)["pre_tokenizer"]))
+
+
+def _parts(component: Any) -> Iterator[dict[str, Any]]:
+    """The components of a tokenizer's normalizer or pre-tokenizer, which may be a sequence of them."""
+    if isinstance(component, dict):
+        yield component
+        for key in ("normalizers", "pretokenizers"):
+            for part in component.get(key) or ():
+                yield from _parts(part)
+
+
+@functools.lru_cache(maxsize=8)
+def _pieces_of(tokenizer: PreTrainedTokenizerFast) -> dict[str, Any]:
+    backend = tokenizer.backend_tokenizer
+    states = {name: getattr(backend, name) for name in ("normalizer", "pre_tokenizer")}
+    return {name: None if part is None else json.loads(part.__getstate__()) for name, part in states.items()}
+
+
+@functools.lru_cache(maxsize=8)
+def _backend(tokenizer: PreTrainedTokenizerFast, place: str) -> Tokenizer:
+    """A copy of the tokenizer that reads control tokens as text, and puts no space before a text that does not begin
+    there: `place` is "first", "behind a control token" (where some put one, and some do not) or "inside a text"."""
+    from tokenizers import Tokenizer
+
+    state = json.loads(tokenizer.backend_tokenizer.to_str())
+    for part in _parts(state["pre_tokenizer"]):
+        if place == "inside a text" or (place != "first" and part.get("prepend_scheme") == "first"):
+            part |= {
+                key: value for key, value in (("prepend_scheme", "never"), ("add_prefix_space", False)) if key in part
+            }
+    if place == "inside a text":
+        for part in _parts({"normalizers": [state["normalizer"]]}):
+            if "normalizers" in part:
+                part["normalizers"] = [x for x in part["normalizers"] if not x or x["type"] != "Prepend"]
+        if (state["normalizer"] or {}).get("type") == "Prepend":
+            state["normalizer"] = None
+    copy = Tokenizer.from_str(json.dumps(state))
+    copy.encode_special_tokens = True
+    return copy
+
+
+def _check_characters(text: str) -> None:
+    """
+    Raises:
+      UserError: half of a character, which no tokenizer takes: the text was cut, or read in a wrong encoding.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        code = f"U+{ord(text[error.start]):04X}"
+        raise UserError(f"character {error.start} of the text is half of one (a lone surrogate, {code})") from error
 
 
 def _control_tokens(tokenizer: PreTrainedTokenizerFast) -> _Control:
@@ -220,12 +341,17 @@ def _control_tokens(tokenizer: PreTrainedTokenizerFast) -> _Control:
 
 @functools.lru_cache(maxsize=8)
 def _cached_control_tokens(tokenizer: PreTrainedTokenizerFast, size: int) -> _Control:
-    ids = {token.content: i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
-    pattern = "|".join(re.escape(content) for content in sorted(ids, key=len, reverse=True))
+    tokens = {token.content: (i, token) for i, token in tokenizer.added_tokens_decoder.items() if token.special}
+    pattern = "|".join(re.escape(content) for content in sorted(tokens, key=len, reverse=True))
     start = list(tokenizer("a", verbose=False)["input_ids"])[:1]
-    bos = start if start == [tokenizer.bos_token_id] else []
-    forbidden = frozenset(i for i in ids.values() if i != tokenizer.unk_token_id)
-    return _Control(ids, forbidden, re.compile(pattern or r"(?!)"), bos)
+    return _Control(
+        ids={content: i for content, (i, _) in tokens.items()},
+        forbidden=frozenset(i for i, _ in tokens.values() if i != tokenizer.unk_token_id),
+        pattern=re.compile(pattern or r"(?!)"),
+        bos=start if start == [tokenizer.bos_token_id] else [],
+        strips_left=frozenset(content for content, (_, token) in tokens.items() if token.lstrip),
+        strips_right=frozenset(content for content, (_, token) in tokens.items() if token.rstrip),
+    )
 
 
 def control_token_in(tokenizer: PreTrainedTokenizerFast, text: str) -> str | None:

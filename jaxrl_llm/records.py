@@ -74,4 +74,11 @@ def prompt_text(prompt: str | Chat) -> str:
     """
     if isinstance(prompt, str):
         return prompt
-    return "\n\n".join(str(message["content"]) for message in prompt if message.get("content"))
+    return "\n\n".join(_said(message["content"]) for message in prompt if message.get("content"))
+
+
+def _said(content: Any) -> str:
+    """A message's text; of a list of parts that of those that have one."""
+    if isinstance(content, str):
+        return content
+    return "\n".join(str(part["text"]) for part in content if part.get("text"))
