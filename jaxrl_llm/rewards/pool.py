@@ -81,6 +81,7 @@ class RewardPool:
         self._batched = {reward.name: reward.form.endswith("batched") for reward in rewards}
         # Its threads must not keep this object alive, which would then never be given up.
         self._crew = _Crew(list(self.names), settings, num_workers, timeout)
+        self.mark = self._crew.mark  # with which the marks of its workers begin, see `processes`
         self.close = weakref.finalize(self, self._crew.close)
 
     def start(
@@ -121,7 +122,7 @@ class _Crew:
 
     def __init__(self, names: Sequence[str], settings: bytes, count: int, timeout: float) -> None:
         self._names, self._settings, self._timeout = names, settings, timeout
-        self._owner, self._mark = os.getpid(), f"{os.getpid()}-{secrets.token_hex(8)}."
+        self._owner, self.mark = os.getpid(), f"{os.getpid()}-{secrets.token_hex(8)}."
         self._tasks: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
         # Reentrant: the garbage collector may call `close` in a thread that holds it.
         self._lock = threading.RLock()
@@ -129,7 +130,7 @@ class _Crew:
         self._workers: set[WorkerProcess] = set()
         self._spares: list[WorkerProcess] = []
         self._guard = subprocess.Popen(
-            [sys.executable, "-I", "-S", processes.__file__, str(os.getpid()), self._mark],
+            [sys.executable, "-I", "-S", processes.__file__, str(os.getpid()), self.mark],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             start_new_session=True,
@@ -259,7 +260,7 @@ class _Crew:
         if self._closed:
             raise _Closed
         self._started += 1
-        worker = WorkerProcess(self._settings, f"{self._mark}{self._started}.")
+        worker = WorkerProcess(self._settings, f"{self.mark}{self._started}.")
         self._workers.add(worker)
         self._tell_guard(f"+{worker.process.pid}")
         return worker
