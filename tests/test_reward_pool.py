@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import math
 import os
 import shutil
 import signal
@@ -192,6 +193,19 @@ def test_no_jax_and_no_accelerator_in_a_worker(hostile: RewardSet) -> None:
     found = run(hostile, ["modules"] * 8)
     assert found.scores.max() == 0
     assert found.extras[0] == {"obey/platform": "cpu", "obey/gpus": ""}
+
+
+def test_what_is_slow_at_first_is_done_before_the_clock_starts() -> None:
+    def late(prompt: str, response: str, record: Any) -> float:
+        return float(hasattr(math, "warm"))
+
+    def warm_up() -> None:
+        time.sleep(2 * TIMEOUT)
+        math.warm = True  # type: ignore[attr-defined]
+
+    late.warm_up = warm_up  # type: ignore[attr-defined]
+    with pooled(make_rewards([late]), num_workers=1, timeout=TIMEOUT) as rewards:
+        assert run(rewards, ["a"]).scores.tolist() == [[1]]
 
 
 def test_state_lives_in_a_worker() -> None:

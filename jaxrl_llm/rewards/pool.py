@@ -16,6 +16,7 @@ import secrets
 import subprocess
 import sys
 import threading
+import time
 import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -249,12 +250,24 @@ class _Crew:
         raise UserError(self._broken)
 
     def _take(self) -> WorkerProcess:
-        """A worker that has been started, a spare one if there is one; and another spare one for later."""
-        with self._lock:
-            worker = self._spares.pop() if self._spares else self._start()
-            if len(self._spares) < SPARES:
-                self._spares.append(self._start())
-            return worker
+        """A worker that has been started, a spare one if there is one; and another spare one for later.
+
+        Raises:
+          UserError: no process can be started, for as long as a worker may take to start.
+        """
+        end = time.monotonic() + START_SECONDS
+        while True:
+            try:
+                with self._lock:
+                    worker = self._spares.pop() if self._spares else self._start()
+                    with contextlib.suppress(OSError):
+                        if len(self._spares) < SPARES:
+                            self._spares.append(self._start())
+                    return worker
+            except OSError as error:
+                if time.monotonic() > end:
+                    raise UserError(f"no reward worker can be started: {error}; lower reward.num_workers") from error
+                time.sleep(0.2)  # a row may be forking on and on; its deadline will end it
 
     def _start(self) -> WorkerProcess:
         if self._closed:
