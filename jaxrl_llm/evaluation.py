@@ -93,7 +93,7 @@ class Evaluator:
                     "extras": scored.extras[row],
                     "length": int(lengths[row]),
                     "finish_reason": {1: "stop", 2: "length"}[int(reasons[row])],
-                    "data_source": given.records[row // n].get("data_source", "all"),
+                    "data_source": given.sets[row // n],
                 }
 
     def __call__(self, view: Params, step: int) -> tuple[dict[str, float], list[dict[str, Any]]]:
