@@ -56,6 +56,13 @@ class Model:
 
 
 @dataclasses.dataclass(frozen=True)
+class MultiTurn:
+    environment: str
+    max_assistant_turns: Positive
+    max_observation_length: Positive
+
+
+@dataclasses.dataclass(frozen=True)
 class Rollout:
     n: Positive
     prompt_length: Positive
@@ -68,6 +75,16 @@ class Rollout:
     min_new_tokens: Count
     stop: tuple[str, ...]
     stop_token_ids: tuple[int, ...]
+    parts: Positive
+    multi_turn: MultiTurn
+
+
+@dataclasses.dataclass(frozen=True)
+class Curriculum:
+    sampler: Literal["uniform", "hard", "frontier"]
+    metric: str
+    smoothing: Probability
+    floor: Probability
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,6 +104,7 @@ class Data:
     template_kwargs: dict[str, Any]
     too_long: Literal["error", "drop"]
     source_kwargs: dict[str, Any]
+    curriculum: Curriculum
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,6 +119,13 @@ class RewardModel:
 
 
 @dataclasses.dataclass(frozen=True)
+class OverlongBuffer:
+    enable: bool
+    len: Positive
+    penalty_factor: NotNegative
+
+
+@dataclasses.dataclass(frozen=True)
 class Reward:
     functions: tuple[str, ...]
     weights: tuple[float, ...]
@@ -110,6 +135,7 @@ class Reward:
     memory_limit: NotNegative
     max_failed_ratio: Fraction
     model: RewardModel
+    overlong_buffer: OverlongBuffer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,6 +157,13 @@ class RolloutCorrection:
 
 
 @dataclasses.dataclass(frozen=True)
+class FilterGroups:
+    enable: bool
+    metric: str
+    max_num_gen_batches: Positive
+
+
+@dataclasses.dataclass(frozen=True)
 class Algorithm:
     estimator: str
     gamma: Fraction
@@ -143,6 +176,7 @@ class Algorithm:
     use_kl_in_reward: bool
     kl_penalty: KLKind
     kl_ctrl: KLControl
+    filter_groups: FilterGroups
     mask_truncated: bool
     rollout_correction: RolloutCorrection
 
@@ -233,6 +267,8 @@ class Eval:
     after: bool
     n: Positive
     temperature: NotNegative
+    greedy: bool
+    responses: bool
     batch_size: Positive
     max_prompts: Count
 

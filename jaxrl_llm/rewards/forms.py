@@ -57,6 +57,20 @@ def jax_reward(**record_arrays: Any) -> Callable[[F], F]:
     return mark
 
 
+def checked(check: Callable[..., Any]) -> Callable[[F], F]:
+    """Marks a reward whose arguments are looked at when it is named, before a run starts.
+
+    Args:
+      check: called with the arguments that stand in `name(key=value)`; raises UserError.
+    """
+
+    def mark(function: F) -> F:
+        function.check_arguments = check  # type: ignore[attr-defined]
+        return function
+
+    return mark
+
+
 def form_of(function: Callable[..., Any], name: str) -> Form:
     """Which form a function has.
 

@@ -33,6 +33,22 @@ class Scores:
     def num_failed(self) -> int:
         return int((~self.valid).sum())
 
+    @classmethod
+    def join(cls, parts: Sequence[Scores]) -> Scores:
+        """The scores of several batches, one behind the other."""
+        return cls(
+            np.concatenate([part.scores for part in parts]),
+            np.concatenate([part.valid for part in parts]),
+            [extras for part in parts for extras in part.extras],
+            [failure for part in parts for failure in part.failures],
+        )
+
+    def rows(self, places: Sequence[int]) -> Scores:
+        """Those of some rows; the failures stay, whichever rows they are of."""
+        return Scores(
+            self.scores[list(places)], self.valid[list(places)], [self.extras[p] for p in places], self.failures
+        )
+
 
 @dataclasses.dataclass(frozen=True)
 class Reward:
