@@ -9,23 +9,23 @@ from __future__ import annotations
 import dataclasses
 import functools
 import re
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
-import grain
+import jax
 import numpy as np
 
-from jaxrl_llm.errors import UserError, naming, nearest
+from jaxrl_llm.bad_records import BadRecords
+from jaxrl_llm.chat import control_token_in, render_prompt
+from jaxrl_llm.dotted import split_name
+from jaxrl_llm.errors import UserError, naming, of_kind
+from jaxrl_llm.order import draw_order
+from jaxrl_llm.records import RecordArray, prompt_of, prompt_text, record_array, stacked
 from jaxrl_llm.sources import Record, open_source
-from jaxrl_llm.tokenizer import Chat, control_token_in, render_prompt
 from jaxrl_llm.types import Prompts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
-
-# What a JAX reward reads of a record: a key that holds a number (or array of one shape), or a function of the record.
-RecordArray = str | Callable[[Record], Any]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,6 +36,29 @@ class PromptBatch:
     records: list[dict[str, Any]]  # G; empty dicts for fillers
     texts: list[str]  # G; the prompts as rewards and logs see them, see `prompt_text`
     cursor: int  # where the next batch begins
+    indices: list[int]  # G; of the prompts in their data; -1 for fillers
+    sets: list[str]  # G; the set each belongs to, see `PromptData.set_of`
+
+    def split(self, parts: int) -> list[PromptBatch]:
+        """The same prompts in so many equal parts, one after the other."""
+        size = len(self.records) // parts
+        assert size * parts == len(self.records)
+
+        def cut(at: slice) -> PromptBatch:
+            prompts = jax.tree.map(lambda x: x[at], self.prompts)
+            lists = self.records[at], self.texts[at], self.cursor, self.indices[at], self.sets[at]
+            return PromptBatch(prompts, *lists)
+
+        return [self] if parts == 1 else [cut(slice(i * size, (i + 1) * size)) for i in range(parts)]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Read:
+    """What was made of a record before any step."""
+
+    ids: np.ndarray  # of its prompt
+    arrays: dict[str, np.ndarray]
+    set_name: str
 
 
 class PromptData:
@@ -50,15 +73,18 @@ class PromptData:
       shuffle: a new order each epoch, from seed and epoch.
       prompt_key: the field that holds the prompt, a string or a list of chat messages ("a.b" reaches inside).
       prompt_template: text with {field}s of the record, instead of prompt_key.
-      chat_template, system_prompt, template_kwargs: see `tokenizer.render_prompt`.
+      chat_template, system_prompt, template_kwargs: see `chat.render_prompt`.
       too_long: "error", or "drop" (counted in `dropped`) for prompts of more than P tokens.
+      on_bad_record: "error", or "skip" (counted in `skipped`) for records without a prompt that can be used.
       source_kwargs: see `sources.open_source`.
       record_arrays: name -> what of each record becomes an array, int32, float32 or bool [G, …], for JAX rewards.
       limit: only so many records of each source, the first ones; 0: all.
+      named: a source may have a name before it, "sums=train.jsonl", which is that of its set.
+      check: told of every record; one that it raises a UserError on is a bad one.
       config_key: what an error about a source calls the place where it was named.
 
     Raises:
-      UserError: naming the record's place for whatever is wrong with it.
+      UserError: naming the record's place for whatever is wrong with it; or all records of a source are bad.
     """
 
     def __init__(
@@ -77,9 +103,12 @@ class PromptData:
         system_prompt: str | None = None,
         template_kwargs: Mapping[str, Any] | None = None,
         too_long: Literal["error", "drop"] = "error",
+        on_bad_record: Literal["error", "skip"] = "error",
         source_kwargs: Mapping[str, Any] | None = None,
         record_arrays: Mapping[str, RecordArray] | None = None,
         limit: int = 0,
+        named: bool = False,
+        check: Callable[[Record], object] | None = None,
         config_key: str = "data",
     ) -> None:
         several = isinstance(sources, Sequence) and bool(sources) and not isinstance(sources[0], Mapping)
@@ -91,41 +120,39 @@ class PromptData:
                 raise UserError(
                     f"data.{key} spells {token!r}, which would be plain text; only a chat template writes it"
                 )
-        self._sources = []
+        self._sources, self._names, self._key = [], [], config_key
         for spec in specs:
             with naming(config_key):
-                self._sources.append(open_source(spec, source_kwargs))
+                name, source = split_name(spec) if named and isinstance(spec, str) else ("", spec)
+                self._sources.append(open_source(source, source_kwargs))
+                self._names.append(name)
         self._prompt_of = functools.partial(prompt_of, prompt_key=prompt_key, prompt_template=prompt_template)
         self._prompt_length, self._response_length = prompt_length, response_length
         pad = tokenizer.pad_token_id
         self._pad = pad if isinstance(pad, int) else 0  # masks say where padding is, so any id will do
         self._places = [(s, i) for s, source in enumerate(self._sources) for i in range(len(source))[: limit or None]]
-
-        def tokenize(place: tuple[int, int]) -> np.ndarray:
-            ids = render_prompt(
-                tokenizer,
-                self._prompt_of(self._record(place)),
-                chat_template=chat_template,
-                system_prompt=system_prompt,
-                template_kwargs=template_kwargs,
-            )
-            if not ids:
-                raise UserError("the prompt is empty")
-            return np.array(ids, np.int32)
-
-        self._ids = [self._at(place, tokenize) for place in self._places]
+        self._arrays, self._check = dict(record_arrays or {}), check
+        self._render = functools.partial(
+            render_prompt,
+            tokenizer,
+            chat_template=chat_template,
+            system_prompt=system_prompt,
+            template_kwargs=template_kwargs,
+        )
+        self.skipped = [BadRecords() for _ in specs]  # of each source, those left out because they are bad
+        self._read = self._read_all(on_bad_record)
         self.dropped = self._drop_too_long(too_long)  # prompts left out because they are too long
-        self.longest = max(map(len, self._ids), default=0)  # tokens of the longest prompt that is left
+        self.longest = max((len(x.ids) for x in self._read), default=0)  # tokens of the longest prompt that is left
         unknown = tokenizer.unk_token_id
-        self.with_unknown = sum(unknown in ids for ids in self._ids) if isinstance(unknown, int) else 0
-        self.largest_id = max((int(ids.max()) for ids in self._ids), default=0)
-        self._record_arrays = {name: self._extract(name, get) for name, get in (record_arrays or {}).items()}
+        self.with_unknown = sum(unknown in x.ids for x in self._read) if isinstance(unknown, int) else 0
+        self.largest_id = max((int(x.ids.max()) for x in self._read), default=0)
+        self._record_arrays = {name: stacked(name, [x.arrays[name] for x in self._read]) for name in self._arrays}
         counts = [sum(s == source for s, _ in self._places) for source in range(len(specs))]
-        for spec, source, count in zip(specs, self._sources, counts, strict=True):
+        for spec, source, count, skipped in zip(specs, self._sources, counts, self.skipped, strict=True):
             if not count:
-                reason = f"all {len(source)} are longer than {prompt_length} tokens" if len(source) else "it is empty"
-                raise UserError(f"{spec!s:.80}: no prompts to draw; {reason}")
-        self._order = _order(counts, weights, seed=seed, shuffle=shuffle)
+                raise UserError(f"{spec!s:.80}: no prompts to draw; {self._why_none(len(source), skipped)}")
+        self._check_sets(specs)
+        self._order = draw_order(counts, weights, seed=seed, shuffle=shuffle)
 
     def __len__(self) -> int:
         """Prompts in an epoch."""
@@ -136,6 +163,41 @@ class PromptData:
         """Every record once, in the sources' order."""
         return map(self._record, self._places)
 
+    def each(self, function: Callable[[Record], object]) -> None:
+        """Calls it with every record, and puts the record's place in front of a user error's text."""
+        for place in self._places:
+            self._at(place, lambda place: function(self._record(place)))
+
+    def where(self, index: int) -> str:
+        """How an error names the record of a prompt, by its number in the sources' order: "train.jsonl:17"."""
+        return self._where(self._places[index])
+
+    def set_of(self, index: int) -> str:
+        """What the metrics of the set that a prompt belongs to are named by: the name its source has in the config,
+        or else its record's data_source, or "all"."""
+        return self._read[index].set_name
+
+    def ids(self, index: int) -> np.ndarray:
+        """A prompt's token ids."""
+        return self._read[index].ids
+
+    def skip_notices(self) -> list[str]:
+        """What was left out as bad, by source."""
+        return [
+            f"{bad.count} of {bad.read} records of {self._key} {source} were skipped (data.on_bad_record): {bad}"
+            for source, bad in zip(self._labels(), self.skipped, strict=True)
+            if bad.count
+        ]
+
+    def notices(self) -> list[str]:
+        """What else a person should know of, though it is not in the way of a run."""
+        if not self.with_unknown:
+            return []
+        return [
+            f"{self.with_unknown} of {len(self)} prompts hold characters that the tokenizer has no token for; the "
+            "model sees its unknown token in their place"
+        ]
+
     def first(self) -> tuple[str, Record]:
         """The first prompt, as rewards see it, and its record."""
         record = self._record(self._places[0])
@@ -143,8 +205,11 @@ class PromptData:
 
     def batch(self, cursor: int, num_prompts: int) -> PromptBatch:
         """The prompts at positions cursor … cursor + num_prompts - 1 of the run; their uids are these positions."""
-        indices = [int(self._order[cursor + i]) for i in range(num_prompts)]
-        return self._build(indices, cursor, num_prompts)
+        return self.take([int(self._order[cursor + i]) for i in range(num_prompts)], cursor)
+
+    def take(self, indices: Sequence[int], cursor: int) -> PromptBatch:
+        """The prompts at these indices of the data, drawn at positions cursor … of the run."""
+        return self._build(list(indices), cursor, len(indices))
 
     def eval_batches(self, num_prompts: int) -> Iterator[PromptBatch]:
         """Every prompt once, in order. The last batch is filled up with invalid prompts that get no tokens."""
@@ -156,7 +221,7 @@ class PromptData:
         shape = (num_prompts, self._prompt_length)
         prompts, mask = np.full(shape, self._pad, np.int32), np.zeros(shape, np.bool_)
         for row, index in enumerate(indices + [0] * fillers):
-            ids = self._ids[index]
+            ids = self._read[index].ids
             prompts[row, -len(ids) :] = ids
             mask[row, -len(ids) :] = True
         valid = np.arange(num_prompts) < real
@@ -170,7 +235,14 @@ class PromptData:
         }
         records = [dict(self._record(self._places[index])) for index in indices]
         texts = [prompt_text(self._prompt_of(record)) for record in records]
-        return PromptBatch(Prompts(**arrays), records + [{}] * fillers, texts + [""] * fillers, cursor + num_prompts)
+        return PromptBatch(
+            Prompts(**arrays),
+            records + [{}] * fillers,
+            texts + [""] * fillers,
+            cursor + num_prompts,
+            indices + [-1] * fillers,
+            [self._read[index].set_name for index in indices] + [""] * fillers,
+        )
 
     def _record(self, place: tuple[int, int]) -> Record:
         source, index = place
@@ -186,149 +258,80 @@ class PromptData:
             return function(place)
         except UserError as error:
             where = self._where(place)
-            raise UserError(str(error) if str(error).startswith(where) else f"{where}: {error}") from error
+            placed = UserError(str(error) if str(error).startswith(where) else f"{where}: {error}")
+            placed.kind = error.kind
+            raise placed from error
+
+    def _read_all(self, on_bad_record: str) -> list[_Read]:
+        """One a place; `_places` loses those of bad records, which are counted."""
+        found, places = [], []
+        for place in self._places:
+            try:
+                found.append(self._at(place, self._read_one))
+            except UserError as error:
+                if on_bad_record != "skip":
+                    raise
+                self.skipped[place[0]].add(error)
+            else:
+                places.append(place)
+            self.skipped[place[0]].read += 1
+        self._places = places
+        return found
+
+    def _read_one(self, place: tuple[int, int]) -> _Read:
+        with of_kind("unreadable"):
+            record = self._record(place)
+        with of_kind("no prompt"):
+            prompt = self._prompt_of(record)
+        with of_kind("prompt that cannot be rendered"):
+            ids = self._render(prompt)
+        if not ids or not prompt_text(prompt).strip():
+            with of_kind("empty prompt"):
+                raise UserError("the prompt is empty")
+        with of_kind("no value for a reward"):
+            arrays = {name: record_array(name, record, get) for name, get in self._arrays.items()}
+        if self._check:
+            with of_kind("refused"):
+                self._check(record)
+        name = self._names[place[0]] or str(record.get("data_source") or "all")
+        return _Read(np.array(ids, np.int32), arrays, name)
+
+    def _why_none(self, records: int, skipped: BadRecords) -> str:
+        if skipped.count and skipped.count == skipped.read:
+            return f"all {skipped.count} records are bad: {skipped}"
+        left = records - skipped.count
+        bad = f"; {skipped.count} more are bad: {skipped}" if skipped.count else ""
+        return f"all {left} are longer than {self._prompt_length} tokens{bad}" if records else "it is empty"
+
+    def _labels(self) -> list[str]:
+        """How a notice names each source: by what its first record's place is called, without the line."""
+        return [re.sub(r"(:\d+|, row \d+| \[\d+\])$", "", source.where(0)) for source in self._sources]
+
+    def _check_sets(self, specs: Sequence[Any]) -> None:
+        """
+        Raises:
+          UserError: a set's name is also the data_source of another source's records, so that their metrics would mix.
+        """
+        first: dict[str, int] = {name: i for i, name in enumerate(self._names) if name}
+        for (source, _), read in zip(self._places, self._read, strict=True) if first else ():
+            if first.get(read.set_name, source) != source:
+                raise UserError(
+                    f"{self._key}: the name {read.set_name!r} of {specs[first[read.set_name]]!s:.80} is also the "
+                    f"data_source of records of {specs[source]!s:.80}; give that source another name, as in "
+                    f"NAME={specs[source]!s:.80}"
+                )
 
     def _drop_too_long(self, too_long: str) -> int:
-        over = [i for i, ids in enumerate(self._ids) if len(ids) > self._prompt_length]
+        lengths = [len(read.ids) for read in self._read]
+        over = [i for i, length in enumerate(lengths) if length > self._prompt_length]
         if over and too_long == "error":
-            shown = {"first": over[0], "longest": max(over, key=lambda i: len(self._ids[i]))}
-            where = [
-                f"the {name}: {self._where(self._places[i])} with {len(self._ids[i])}" for name, i in shown.items()
-            ]
+            shown = {"first": over[0], "longest": max(over, key=lambda i: lengths[i])}
+            where = [f"the {name}: {self.where(i)} with {lengths[i]}" for name, i in shown.items()]
             raise UserError(
-                f"{len(over)} of {len(self._ids)} prompts are longer than rollout.prompt_length = "
+                f"{len(over)} of {len(lengths)} prompts are longer than rollout.prompt_length = "
                 f"{self._prompt_length} tokens; {', '.join(where)}. Raise rollout.prompt_length, or set "
                 "data.too_long = 'drop' to leave them out"
             )
-        kept = [i for i, ids in enumerate(self._ids) if len(ids) <= self._prompt_length]
-        self._ids, self._places = [self._ids[i] for i in kept], [self._places[i] for i in kept]
+        kept = [i for i, length in enumerate(lengths) if length <= self._prompt_length]
+        self._read, self._places = [self._read[i] for i in kept], [self._places[i] for i in kept]
         return len(over)
-
-    def _extract(self, name: str, get: RecordArray) -> np.ndarray:
-        """[N, …]: one value of each record, whole numbers as int32, others as float32, truth values as bool."""
-
-        def value(place: tuple[int, int]) -> np.ndarray:
-            record = self._record(place)
-            try:
-                found = np.asarray(field(record, get) if isinstance(get, str) else get(record))
-            except (LookupError, TypeError, ValueError) as error:
-                raise UserError(f"record array {name!r}: {type(error).__name__}: {error}") from error
-            if found.dtype.kind not in "biuf":
-                raise UserError(f"record array {name!r}: expected a number, found {found.tolist()!r:.40}")
-            return found
-
-        values = [self._at(place, value) for place in self._places]
-        shapes = {v.shape for v in values}
-        if len(shapes) > 1:
-            raise UserError(f"record array {name!r}: the records hold arrays of several shapes: {sorted(shapes)}")
-        stacked = np.stack(values) if values else np.zeros(0, np.float32)
-        dtype = {"b": np.bool_, "f": np.float32}.get(stacked.dtype.kind, np.int32)
-        if dtype == np.int32 and stacked.size and np.abs(stacked).max() > np.iinfo(np.int32).max:
-            raise UserError(f"record array {name!r}: {np.abs(stacked).max()} does not fit into 32 bits")
-        return stacked.astype(dtype)
-
-
-def epoch_steps(num_prompts: int, prompts_per_step: int, epochs: int = 1) -> int:
-    """Steps after which every prompt was drawn `epochs` times (an epoch may end within a step).
-
-    >>> epoch_steps(100, 8)
-    13
-    """
-    return -(-num_prompts * epochs // prompts_per_step)
-
-
-def field(record: Record, name: str) -> Any:
-    """record["a"]["b"] for the name "a.b".
-
-    Raises:
-      UserError: it is not there; names what is, and the nearest.
-
-    >>> field({"reward_model": {"ground_truth": "7"}}, "reward_model.ground_truth")
-    '7'
-    """
-    if name in record:
-        return record[name]
-    value: Any = record
-    for key in name.split("."):
-        if not isinstance(value, Mapping) or key not in value:
-            found = ", ".join(map(str, record)) or "nothing"
-            raise UserError(f"no field {name!r} in the record (found: {found}); {nearest(name, map(str, record))}")
-        value = value[key]
-    return value
-
-
-def format_prompt(template: str, record: Record) -> str:
-    """The template with each {field} replaced; {{ and }} stand for braces, and braces around no name for themselves.
-
-    Raises:
-      UserError: a field that the record does not have, or that is neither text nor a number.
-
-    >>> format_prompt(r"What is {a}+{b}? Put it in \\boxed{}.", {"a": 3, "b": 4})
-    'What is 3+4? Put it in \\\\boxed{}.'
-    """
-
-    def value(match: re.Match[str]) -> str:
-        if match[0] in ("{{", "}}"):
-            return match[0][0]
-        with naming(f"data.prompt_template: {match[0]}"):
-            found = field(record, match[1])
-        if not isinstance(found, str | int | float):
-            raise UserError(f"data.prompt_template: {match[0]} is a {type(found).__name__}, expected text or a number")
-        return str(found)
-
-    return re.sub(r"\{\{|\}\}|\{([A-Za-z_][\w.]*)\}", value, template)
-
-
-def prompt_of(record: Record, prompt_key: str = "prompt", prompt_template: str = "") -> str | Chat:
-    """A record's prompt, as text or as chat messages."""
-    if prompt_template:
-        return format_prompt(prompt_template, record)
-    with naming("data.prompt_key"):
-        prompt = field(record, prompt_key)
-    if not isinstance(prompt, str | Sequence):
-        raise UserError(
-            f"data.prompt_key {prompt_key!r}: a prompt is a string or a list of messages, found {prompt!r:.40}"
-        )
-    return prompt
-
-
-def prompt_text(prompt: str | Chat) -> str:
-    """The prompt as rewards and logs see it: a string itself, of a chat the contents of its messages.
-
-    >>> prompt_text([{"role": "system", "content": "Be brief."}, {"role": "user", "content": "What is 3+4?"}])
-    'Be brief.\\n\\nWhat is 3+4?'
-    """
-    if isinstance(prompt, str):
-        return prompt
-    return "\n\n".join(str(message["content"]) for message in prompt if message.get("content"))
-
-
-class _Epochs:
-    """Endless: the indices first … first + size - 1, over and over, each time in another order."""
-
-    def __init__(self, first: int, size: int, *, seed: int, shuffle: bool) -> None:
-        self._first, self._size, self._shuffle = first, size, shuffle
-        self._permutation = functools.lru_cache(maxsize=2)(lambda epoch: _permutation(size, seed, first, epoch))
-
-    def __len__(self) -> int:
-        return sys.maxsize
-
-    def __getitem__(self, index: int) -> int:
-        epoch, place = divmod(index, self._size)
-        return self._first + (int(self._permutation(epoch)[place]) if self._shuffle else place)
-
-
-def _permutation(size: int, *seeds: int) -> np.ndarray:
-    # grain's own shuffle takes milliseconds an element for small sources. Raw bits of Philox are the same in every
-    # version of numpy, which its permutations need not be.
-    generator = np.random.Philox(np.random.SeedSequence([seed % 2**64 for seed in seeds]))
-    return np.argsort(generator.random_raw(size))
-
-
-def _order(counts: list[int], weights: Sequence[float], *, seed: int, shuffle: bool) -> Any:
-    """position -> index of a prompt, for ever."""
-    if not weights:
-        return _Epochs(0, sum(counts), seed=seed, shuffle=shuffle)
-    starts = np.cumsum([0, *counts]).tolist()
-    parts = [_Epochs(start, count, seed=seed, shuffle=shuffle) for start, count in zip(starts, counts, strict=False)]
-    return grain.MapDataset.mix([grain.MapDataset.source(part) for part in parts], weights=weights)

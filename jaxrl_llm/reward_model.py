@@ -11,7 +11,7 @@ transformers reads, and that `reward.model.path` names.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,12 +21,13 @@ import numpy as np
 
 from jaxrl_llm.compiled import Compiled
 from jaxrl_llm.config import Config, check_devices
-from jaxrl_llm.data import PromptBatch, PromptData, field
-from jaxrl_llm.errors import UserError, leave, naming
+from jaxrl_llm.data import PromptBatch, PromptData
+from jaxrl_llm.errors import UserError, leave, naming, of_kind
 from jaxrl_llm.evaluation import evaluation_metrics
 from jaxrl_llm.exchanges import Exchanges
 from jaxrl_llm.loading import Inputs, load_inputs, make_layout, make_reward_model, policy_params
 from jaxrl_llm.models import classifier, hf
+from jaxrl_llm.records import field
 from jaxrl_llm.sharding import Layout, abstract_like
 from jaxrl_llm.steps.phases import Program, make_program, sampler_view
 from jaxrl_llm.steps.scoring import score_responses
@@ -90,6 +91,20 @@ class Pairs:
         return found
 
 
+def check_pair(config: Config, role: str, record: Mapping[str, Any]) -> None:
+    """
+    Raises:
+      UserError: a record, whether to train or to evaluate on, lacks one of the two responses.
+    """
+    del role
+    with of_kind("no pair"):
+        for name in ("chosen_key", "rejected_key"):
+            with naming(f"data.{name}"):
+                response = field(record, getattr(config.data, name))
+                if not isinstance(response, str | list | tuple):
+                    raise UserError(f"a response is a string or a list of chat messages, found {response!r:.40}")
+
+
 def _common(a: list[int], b: list[int]) -> int:
     """How many ids both begin with, but for the last of the shorter one.
 
@@ -135,7 +150,7 @@ class PairEvaluator:
                         },
                         "length": float(np.asarray(host.response_length)[own].mean()),
                         "finish_reason": "stop" if whole else "length",
-                        "data_source": given.records[group].get("data_source", "all"),
+                        "data_source": given.sets[group],
                     }
                 )
         return evaluation_metrics(rows), rows
@@ -178,22 +193,32 @@ def make_pair_evaluator(
     return PairEvaluator(inputs.held_out, pairs, layout, size, compiled)
 
 
-def evaluate_pairs(config: Config, run: str | Path, report: Callable[[str], None]) -> list[dict[str, Any]]:
-    """The held-out pairs as the newest checkpoint of a run puts them in order, one row a pair (`PairEvaluator`).
+def evaluate_pairs(
+    config: Config, run: str | Path | None, report: Callable[[str], None], step: int | None = None
+) -> list[dict[str, Any]]:
+    """The pairs of `data.eval` as a run's checkpoint (of `step`; None: the newest), or without a run the config's model
+    puts them in order, one row a pair (`PairEvaluator`).
 
     Raises:
       UserError, StorageError: as when a run is started.
     """
-    inputs, layout = load_inputs(config, train=False), make_layout(config)
+    inputs, layout = load_inputs(config, train=False, check=partial(check_pair, config)), make_layout(config)
     model = make_reward_model(config, inputs, layout)
-    params, step = policy_params(config, model, layout, inputs.folder, run)
-    report(f"checkpoint of step {step}")
+    params, step = policy_params(config, model, layout, inputs.folder, run, step)
+    if run is not None:
+        report(f"checkpoint of step {step}")
     view = jax.jit(partial(sampler_view, config))(params)
     return make_pair_evaluator(config, inputs, layout, model, view, report)(view, step)[1]
 
 
 class RewardModelRun(SupervisedRun):
     """A run like that of `fit`, whose step reads pairs of responses instead of sampling and scoring."""
+
+    def _open_rewards(self) -> Inputs:  # its evaluation is of pairs
+        return self._inputs
+
+    def _check_record(self, role: str, record: Mapping[str, Any]) -> None:
+        check_pair(self.config, role, record)
 
     def _make_scorer(self) -> tuple[None, Inputs]:
         return None, self._inputs

@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import difflib
-import json
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
-import numpy as np
-
 from jaxrl_llm import dotted
-from jaxrl_llm.errors import UserError, nearest
-
-Record = Mapping[str, Any]
+from jaxrl_llm.errors import UserError, nearest, of_kind
+from jaxrl_llm.source_files import COMPRESSED, Record, open_file
 
 
 @runtime_checkable
@@ -33,7 +28,7 @@ class Source(Protocol):
 def open_source(spec: str | Path | Source | Sequence[Record], kwargs: Mapping[str, Any] | None = None) -> Source:
     """The source that a name stands for, or a sequence of records (a grain.MapDataset too) as one.
 
-    - `file.jsonl` (one JSON object a line) and `file.parquet`
+    - `file.jsonl` (one JSON object a line), `file.json` (the same, or one array of objects) and `file.parquet`
     - `folder`, `folder:split`: a dataset that `datasets.save_to_disk` wrote
     - `hf:name`, `hf:name:config:split`: a dataset of the Hugging Face hub; the split is "train" if none is given
     - `module:function`, `module:function(key=value)`, `file.py:function`: a function that returns a sequence of records
@@ -51,12 +46,14 @@ def open_source(spec: str | Path | Source | Sequence[Record], kwargs: Mapping[st
     path = Path(name).expanduser()
     if name.startswith("hf:"):
         return _from_hub(name, kwargs or {})
-    if path.suffix in (".jsonl", ".json", ".parquet"):
+    if path.suffix in (".jsonl", ".json", ".parquet", *COMPRESSED):
+        if path.is_dir():
+            raise UserError(f"{name!r} is a folder; expected a file, or a dataset folder without such an ending")
         if not path.is_file():
             beside = [file.name for file in path.parent.iterdir()] if path.parent.is_dir() else []
             close = difflib.get_close_matches(path.name, beside, n=1)
             raise UserError(f"there is no file {name!r}" + (f"; did you mean {close[0]!r}?" if close else ""))
-        return ParquetFile(path) if path.suffix == ".parquet" else JsonLines(path)
+        return open_file(path)
     folder, _, split = name.partition(":")
     if Path(folder).expanduser().is_dir():
         return _from_folder(Path(folder).expanduser(), split)
@@ -68,7 +65,7 @@ def open_source(spec: str | Path | Source | Sequence[Record], kwargs: Mapping[st
 
 
 class RecordSequence:
-    """A sequence of records that stands anywhere but in a JSONL file."""
+    """A sequence of records that stands anywhere but in a file."""
 
     def __init__(self, records: Any, label: str) -> None:
         if not (hasattr(records, "__len__") and hasattr(records, "__getitem__")) or isinstance(records, str | Mapping):
@@ -79,71 +76,17 @@ class RecordSequence:
         return len(self._records)
 
     def __getitem__(self, index: int) -> Record:
-        record = self._records[index]
+        try:
+            record = self._records[index]
+        except Exception as error:  # somebody's own sequence may fail as any
+            raise UserError(f"{self.where(index)}: {type(error).__name__}: {error}") from error
         if not isinstance(record, Mapping):
-            raise UserError(f"{self.where(index)}: expected a dict, found {type(record).__name__}")
+            with of_kind("not an object"):
+                raise UserError(f"{self.where(index)}: expected a dict, found {type(record).__name__}")
         return record
 
     def where(self, index: int) -> str:
         return f"{self._label} [{index}]"
-
-
-class JsonLines:
-    """One JSON object a line; empty lines do not count. Only the lines' positions are held in memory."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        starts, lines, at = [], [], 0
-        with path.open("rb") as file:
-            for number, line in enumerate(file, 1):
-                if line.strip():
-                    starts.append(at)
-                    lines.append(number)
-                at += len(line)
-        self._starts, self._lines = np.array(starts, np.int64), np.array(lines, np.int64)
-
-    def __len__(self) -> int:
-        return len(self._starts)
-
-    def __getitem__(self, index: int) -> Record:
-        with self._path.open("rb") as file:
-            file.seek(self._starts[index], os.SEEK_SET)
-            line = file.readline()
-        try:
-            record = json.loads(line.decode("utf-8-sig"))
-        except (ValueError, RecursionError) as error:
-            shown = line.strip()[:60].decode(errors="replace")
-            raise UserError(f"{self.where(index)}: not a JSON object on one line: {error}; found {shown!r}") from error
-        if not isinstance(record, dict):
-            raise UserError(f"{self.where(index)}: expected a JSON object, found {type(record).__name__}")
-        return record
-
-    def where(self, index: int) -> str:
-        return f"{self._path}:{self._lines[index]}"
-
-
-class ParquetFile:
-    """A row a record, verl's schema (prompt, data_source, reward_model, extra_info) unchanged."""
-
-    def __init__(self, path: Path) -> None:
-        import pyarrow
-        import pyarrow.parquet
-
-        self._path = path
-        try:
-            # One chunk a column: looking up a row among many chunks would be a search each time.
-            self._table = pyarrow.parquet.read_table(path).combine_chunks()
-        except pyarrow.ArrowException as error:
-            raise UserError(f"{path}: not a Parquet file: {error}") from error
-
-    def __len__(self) -> int:
-        return self._table.num_rows
-
-    def __getitem__(self, index: int) -> Record:
-        return {name: self._table[name][index].as_py() for name in self._table.column_names}
-
-    def where(self, index: int) -> str:
-        return f"{self._path}, row {index}"
 
 
 def _from_folder(folder: Path, split: str) -> Source:

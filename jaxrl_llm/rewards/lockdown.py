@@ -135,6 +135,7 @@ def locked_down(given: dict[str, Any]) -> None:
     The process that runs code is not the first of its namespace: that one, which no signal from within ends, only
     waits, and dies with the one outside; and with it dies everything in the namespace.
     """
+    die_with_parent()
     isolated = isolate()
     if given["namespaces"] and not isolated:
         os._exit(1)
