@@ -135,7 +135,7 @@ def _data() -> dict:
 
 def _reward() -> dict:
     return {
-        # Names of built-in rewards (jaxrl_llm/rewards/registry.py), module:function or file.py:function; arguments may
+        # Names of built-in rewards (docs/rewards.md lists them), module:function or file.py:function; arguments may
         # follow, as in "format(pattern='…')". None are needed where there is a reward model.
         "functions": (),
         "weights": (),  # factor of each in the score; (): 1 each

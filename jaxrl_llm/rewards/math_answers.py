@@ -132,3 +132,11 @@ def _boxed_in_vain(response: str) -> bool:
 
 def _spelling(answer: str) -> str | None:
     return spelling(named(answer)[1])
+
+
+def _warm_up() -> None:
+    """What is slow at the first answer: importing sympy and building the library's patterns."""
+    equal_answers("x+x", "2x")
+
+
+math.warm_up = _warm_up  # type: ignore[attr-defined]  # a worker calls it before it says that it is ready
