@@ -12,6 +12,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
+import jax
 import numpy as np
 
 from jaxrl_llm.bad_records import BadRecords
@@ -35,7 +36,20 @@ class PromptBatch:
     records: list[dict[str, Any]]  # G; empty dicts for fillers
     texts: list[str]  # G; the prompts as rewards and logs see them, see `prompt_text`
     cursor: int  # where the next batch begins
-    sets: list[str] = dataclasses.field(default_factory=list)  # G; the set each belongs to, see `PromptData.set_of`
+    indices: list[int]  # G; of the prompts in their data; -1 for fillers
+    sets: list[str]  # G; the set each belongs to, see `PromptData.set_of`
+
+    def split(self, parts: int) -> list[PromptBatch]:
+        """The same prompts in so many equal parts, one after the other."""
+        size = len(self.records) // parts
+        assert size * parts == len(self.records)
+
+        def cut(at: slice) -> PromptBatch:
+            prompts = jax.tree.map(lambda x: x[at], self.prompts)
+            lists = self.records[at], self.texts[at], self.cursor, self.indices[at], self.sets[at]
+            return PromptBatch(prompts, *lists)
+
+        return [self] if parts == 1 else [cut(slice(i * size, (i + 1) * size)) for i in range(parts)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -191,8 +205,11 @@ class PromptData:
 
     def batch(self, cursor: int, num_prompts: int) -> PromptBatch:
         """The prompts at positions cursor … cursor + num_prompts - 1 of the run; their uids are these positions."""
-        indices = [int(self._order[cursor + i]) for i in range(num_prompts)]
-        return self._build(indices, cursor, num_prompts)
+        return self.take([int(self._order[cursor + i]) for i in range(num_prompts)], cursor)
+
+    def take(self, indices: Sequence[int], cursor: int) -> PromptBatch:
+        """The prompts at these indices of the data, drawn at positions cursor … of the run."""
+        return self._build(list(indices), cursor, len(indices))
 
     def eval_batches(self, num_prompts: int) -> Iterator[PromptBatch]:
         """Every prompt once, in order. The last batch is filled up with invalid prompts that get no tokens."""
@@ -223,6 +240,7 @@ class PromptData:
             records + [{}] * fillers,
             texts + [""] * fillers,
             cursor + num_prompts,
+            indices + [-1] * fillers,
             [self._read[index].set_name for index in indices] + [""] * fillers,
         )
 

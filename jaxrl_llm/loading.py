@@ -92,7 +92,6 @@ def load_inputs(
         )
         if not given.model.path:  # which scores them all
             found.each(lambda record: rewards.check([record]))
-        rewards.try_out(*found.first())
         return found
 
     return Inputs(

@@ -31,7 +31,9 @@ def field(record: Record, name: str) -> Any:
     for key in name.split("."):
         if not isinstance(value, Mapping) or key not in value:
             found = ", ".join(map(str, record)) or "nothing"
-            raise UserError(f"no field {name!r} in the record (found: {found}); {nearest(name, map(str, record))}")
+            near = nearest(name, map(str, record))
+            hint = f"; {near}" if near.startswith("did you mean") else ""
+            raise UserError(f"no field {name!r} in the record (found: {found}){hint}")
         value = value[key]
     return value
 

@@ -62,6 +62,10 @@ def test_what_cannot_be_loaded_is_named(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(UserError, match=r"no tokenizer.json in .*found: config.json"):
         load_tokenizer(tmp_path)
+    for name, why in (("checkpoints", "a run is no model"), ("adapter_config.json", "a LoRA adapter is no model")):
+        (tmp_path / name).mkdir()
+        with pytest.raises(UserError, match=why):
+            load_tokenizer(tmp_path)
     (tmp_path / "tokenizer.json").write_text("{ broken")
     with pytest.raises(UserError, match="cannot load folder"):
         load_tokenizer(tmp_path)
