@@ -2,8 +2,9 @@
 
 The prompt is `47*38=`. What the model writes between brackets is worked out by the environment and put behind it,
 `(47*38)1786`, and the model has a second turn; or it answers at once, and is mostly wrong. The reward is 1 for a last
-turn that is the right product and nothing else. What the calculator said is in the context, but nothing is learned of it.
-The model comes from configs/calculator_sft.py. A minute on two CPU cores.
+turn that is the right product and nothing else. What the calculator said is in the context, but nothing is learned of
+it. The model comes from configs/calculator_sft.py. A minute on two CPU cores: it asks more and more
+(num_turns/mean), and is right as often as it copies the numbers right.
 
     python -m jaxrl_llm.sft --config configs/calculator_sft.py --workdir runs/calculator_sft
     python -m jaxrl_llm.train --config configs/calculator.py --workdir runs/calculator
@@ -31,7 +32,7 @@ def get_config() -> Any:
     )
     config.reward.functions = ("exact",)
     config.actor.update(clip_ratio=0.2, clip_ratio_high=0.28)
-    config.optimizer.update(lr=3e-5, weight_decay=0.0)
-    config.trainer.update(steps=40, save_interval=40, sample_interval=20, export=True)
+    config.optimizer.update(lr=1e-4, weight_decay=0.0)
+    config.trainer.update(steps=100, save_interval=100, sample_interval=50, export=True)
     config.eval.update(interval=10, batch_size=500, temperature=1.0)
     return config

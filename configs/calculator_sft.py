@@ -1,4 +1,4 @@
-"""Teaches the packaged model how to ask a calculator, and to do it now and then: the stage before configs/calculator.py.
+"""Teaches the packaged model how to ask a calculator, now and then: the stage before configs/calculator.py.
 
 Products of two numbers below 100. Three lines in ten ask: `47*38=` is followed by `(47*38)`, and `47*38=(47*38)1786`,
 where 1786 is what the calculator will say, by `1786`. The other lines say the product at once, which the model does not

@@ -132,6 +132,22 @@ def _unigram(template: str, special: tuple[str, ...]) -> PreTrainedTokenizerFast
     return _with_bos(tokenizer, template, special)
 
 
+def normalized(normalizer: normalizers.Normalizer) -> PreTrainedTokenizerFast:
+    """Control tokens that are looked for in the normalized text, so that other spellings become them."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.normalizer = normalizer
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    tokenizer.train_from_iterator(
+        CORPUS, trainers.BpeTrainer(vocab_size=300, initial_alphabet=alphabet, show_progress=False)
+    )
+    added = [AddedToken(x, normalized=True, special=True) for x in ("<u>", "<end>", "<a>")]
+    tokenizer.add_special_tokens(added)
+    template = "{% for m in messages %}<u>{{ m['content'] }}<end>{% endfor %}{{ '<a>' if add_generation_prompt }}"
+    return _wrap(tokenizer, template, added, {"eos_token": "<end>"})
+
+
 def _with_bos(tokenizer: Tokenizer, template: str, special: tuple[str, ...]) -> PreTrainedTokenizerFast:
     added = [AddedToken(x, normalized=False, special=True) for x in special]
     tokenizer.add_special_tokens(added)

@@ -5,11 +5,12 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import normalizers
 
 from jaxrl_llm.chat import encode_response, render_exchange, render_prompt
 from jaxrl_llm.errors import UserError
 from tests import tokenizers_for_tests as made
-from tests.chat_families import families
+from tests.chat_families import families, normalized
 
 KINDS: dict[str, Any] = {
     "characters": made.characters(),
@@ -136,8 +137,6 @@ def test_a_chat_needs_the_template():
 
 
 def test_characters_that_normalize_to_a_control_token_do_not_become_one():
-    from tokenizers import normalizers
-
     folding: Any = made.sentence_pieces()
     folding.backend_tokenizer.normalizer = normalizers.Sequence(
         [normalizers.NFKC(), folding.backend_tokenizer.normalizer]
@@ -322,3 +321,13 @@ def test_an_exchange_ends_as_the_template_ends_it(family):
     plain = render_exchange(family, "hi", "7", eos_id=0)
     assert specials(family, ids) == specials(family, plain)
     assert f"7{spelled(family)[-1]}" in text_of(family, ids)
+
+
+@pytest.mark.parametrize("normalizer", [normalizers.Lowercase(), normalizers.NFKC(), normalizers.NFC()])
+def test_control_tokens_of_normalized_text(normalizer):
+    family: Any = normalized(normalizer)
+    for text in ("x<end>y", "x <END> y", "\uff1cend\uff1e", "<u><U><a>", "<end", "end>"):
+        ids = render_prompt(family, text)
+        assert [family.decode([i]) for i in specials(family, ids)] == ["<u>", "<end>", "<a>"], text
+        expected = "".join(normalizer.normalize_str(text).split())
+        assert text_of(family, ids) == f"<u>{expected}<end><a>"

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 
 from jaxrl_llm import tasks
 from jaxrl_llm.errors import UserError
+from jaxrl_llm.rewards.registry import resolve
 from jaxrl_llm.tasks import (
     addition,
     arithmetic,
@@ -339,3 +340,22 @@ def test_every_task_has_the_arguments_that_its_name_in_a_config_takes():
     for name in ("arithmetic", "sorting", "max_of_n", "countdown", "word_problems"):
         made = getattr(tasks, name)(split="test", held_out=0.2, seed=1, count=3, data_source="mine")
         assert [record["data_source"] for record in made] == ["mine"] * 3
+
+
+@pytest.mark.parametrize(
+    "task, rewards",
+    [
+        ("arithmetic", ("number", "last_integer", "exact")),
+        ("sorting", ("exact",)),
+        ("max_of_n", ("number", "exact")),
+        ("countdown", ("countdown",)),
+        ("word_problems", ("gsm8k", "last_integer")),
+    ],
+)
+def test_built_in_rewards_read_the_records(task, rewards):
+    for record in getattr(tasks, task)(count=30):
+        for name in rewards:
+            scored = resolve(name)(record["prompt"], record["response"], record)
+            assert (scored["score"] if isinstance(scored, dict) else scored) == 1, (name, record)
+            wrong = resolve(name)(record["prompt"], "no", record)
+            assert (wrong["score"] if isinstance(wrong, dict) else wrong) == 0
