@@ -19,7 +19,6 @@ from jaxrl_llm.data import PromptData
 from jaxrl_llm.errors import UserError, naming
 from jaxrl_llm.models import classifier, hf
 from jaxrl_llm.models.declare import SCORE, VALUE_HEAD, init_declared
-from jaxrl_llm.models.families import transformer_config
 from jaxrl_llm.models.lora import join
 from jaxrl_llm.models.transformer import TransformerConfig, init_params, make_transformer
 from jaxrl_llm.rewards import RewardSet, make_rewards
@@ -180,7 +179,7 @@ def _shape(config: Config, inputs: Inputs, folder: Path) -> TransformerConfig:
     Raises:
       UserError: the model is too small for the tokenizer's ids or for the lengths of prompts and responses.
     """
-    shape = transformer_config(hf.read_config(folder))
+    shape = hf.read_shape(folder)
     if (largest := _largest_id(config, inputs)) >= shape.vocab_size:
         raise UserError(f"{folder}: the embedding has {shape.vocab_size} rows, and token id {largest} is in use")
     length = config.rollout.prompt_length + config.rollout.response_length

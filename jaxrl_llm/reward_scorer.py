@@ -21,7 +21,6 @@ from jaxrl_llm.errors import UserError, naming
 from jaxrl_llm.exchanges import Exchanges
 from jaxrl_llm.loading import Inputs, load_model_params
 from jaxrl_llm.models import classifier, hf
-from jaxrl_llm.models.families import transformer_config
 from jaxrl_llm.models.transformer import make_transformer
 from jaxrl_llm.sharding import Layout, abstract_like
 from jaxrl_llm.steps.phases import sampler_view
@@ -48,7 +47,8 @@ class RewardScorer:
         self._config, self._layout = config, layout
         with naming("config.reward.model.path"):
             self._folder = hf.find_folder(settings.path)
-            shape = transformer_config(classifier.check_reward_model(self._folder))
+            classifier.check_reward_model(self._folder)
+            shape = hf.read_shape(self._folder)
         length = config.rollout.prompt_length + config.rollout.response_length + TEMPLATE_ROOM
         self.max_length = settings.max_length or min(length, shape.max_positions)
         if self.max_length > shape.max_positions:
