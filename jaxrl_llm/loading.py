@@ -26,7 +26,7 @@ from jaxrl_llm.sharding import Layout, abstract, make_mesh
 from jaxrl_llm.steps.phases import Program, make_program
 from jaxrl_llm.steps.rollout import StopRules
 from jaxrl_llm.steps.step import init_key
-from jaxrl_llm.steps.training import Training, declare_frozen, frozen, merged, overlay
+from jaxrl_llm.steps.training import Training, beneath, declare_frozen, frozen, merged, overlay
 from jaxrl_llm.tokenizer import load_tokenizer, stop_automaton, token_bytes
 from jaxrl_llm.types import Array, Model, Params, RunState, TrainState
 
@@ -122,8 +122,6 @@ def make_models(config: Config, inputs: Inputs, layout: Layout) -> tuple[Model, 
     Raises:
       UserError: a model is too small for the tokenizer's ids or for the lengths of prompts and responses.
     """
-    with_lora = config.model.lora_rank > 0  # what is never updated needs no more digits than it is computed with
-
     def model(folder: Path, value_head: bool) -> Model:
         shape = _shape(config, inputs, folder)
         if not value_head and hf.is_classifier(hf.read_config(folder)):
@@ -131,16 +129,7 @@ def make_models(config: Config, inputs: Inputs, layout: Layout) -> tuple[Model, 
                 f"{folder}: no language model, but a sequence classifier (a reward model is given as "
                 "config.reward.model.path)"
             )
-        scale = config.model.lora_alpha / config.model.lora_rank if with_lora else 1.0
-        shape = dataclasses.replace(shape, lora_scale=scale)
-        return make_transformer(
-            shape,
-            param_dtype=jnp.dtype(config.model.param_dtype if value_head or not with_lora else config.model.dtype),
-            compute_dtype=jnp.dtype(config.model.dtype),
-            remat=config.model.remat,
-            value_head=value_head,
-            constrain=layout.constrain,
-        )
+        return _transformer(config, shape, layout, value_head=value_head)
 
     for role, needed in (("critic", need_critic(config)), ("reference", need_reference(config))):
         if needed and (path := getattr(config, role).path):
@@ -154,23 +143,32 @@ def make_reward_model(config: Config, inputs: Inputs, layout: Layout) -> Model:
     """The model of `model.path` with a reward model's head, to be trained, without parameters.
 
     Raises:
-      UserError: as `make_models`; or the folder is a sequence classifier with another number of labels than one, or
-        only a LoRA overlay would be trained.
+      UserError: as `make_models`; or the folder is a sequence classifier with another number of labels than one.
     """
-    if config.model.lora_rank:
-        raise UserError(
-            f"config.model.lora_rank = {config.model.lora_rank}: a reward model is trained whole; set it to 0"
-        )
     if hf.is_classifier(hf.read_config(inputs.folder)):
         with naming("config.model.path"):
             classifier.check_reward_model(inputs.folder)
+    model = _transformer(config, _shape(config, inputs, inputs.folder), layout, score_head=True)
+    declare, dtype = model.declare, jnp.dtype(config.model.param_dtype)
+
+    def with_trained_head() -> Params:
+        declared = declare()
+        return declared | {SCORE: dataclasses.replace(declared[SCORE], dtype=dtype)}
+
+    return dataclasses.replace(model, declare=with_trained_head)
+
+
+def _transformer(config: Config, shape: TransformerConfig, layout: Layout, **head: bool) -> Model:
+    m = config.model
+    # What is never updated, beneath LoRA, needs no more digits than it is computed with.
+    never_updated = m.lora_rank > 0 and not head.get("value_head")
     return make_transformer(
-        _shape(config, inputs, inputs.folder),
-        param_dtype=jnp.dtype(config.model.param_dtype),
-        compute_dtype=jnp.dtype(config.model.dtype),
-        remat=config.model.remat,
-        score_head=True,
+        dataclasses.replace(shape, lora_scale=m.lora_alpha / m.lora_rank if m.lora_rank else 1.0),
+        param_dtype=jnp.dtype(m.dtype if never_updated else m.param_dtype),
+        compute_dtype=jnp.dtype(m.dtype),
+        remat=m.remat,
         constrain=layout.constrain,
+        **head,
     )
 
 
@@ -310,7 +308,7 @@ def policy_params(
         params, step = trained_params(config, model, layout, run, step)
         if config.model.lora_rank:
             base, _ = policy_params(config, model, layout, folder)
-            params = jax.jit(partial(merged, config))(join(params, base))
+            params = jax.jit(partial(merged, config))(join(params, beneath(base)))
         return params, step
     key = init_key(config.seed, 0)
     if config.model.fresh:
@@ -327,7 +325,7 @@ def ordinary_policy(program: Program, inputs: Inputs, state: RunState) -> Params
     base = state.base
     if config.model.quantize_base != "none":
         base, _ = policy_params(config, program.actor_model, program.layout, inputs.folder)
-    return jax.jit(partial(merged, config))(join(state.actor.params, base))
+    return jax.jit(partial(merged, config))(join(state.actor.params, beneath(base)))
 
 
 def trained_params(
