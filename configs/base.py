@@ -80,6 +80,17 @@ def _rollout() -> dict:
         "min_new_tokens": 0,  # end tokens cannot be drawn before this many tokens
         "stop": (),  # strings that end a response, found across token borders
         "stop_token_ids": (),  # token ids that end a response, beside the model's own end tokens
+        # The prompts of a step are sampled in so many parts, one after the other; rewards of a part are worked out
+        # while the next one is sampled. More parts, smaller programs: worth it where rewards are slow.
+        "parts": 1,
+        # A conversation: at the end of a turn (an end token or a stop) the environment answers, and the policy goes on.
+        "multi_turn": {
+            # A name (jaxrl_llm/environments.py), module:function or file.py:function, with arguments if need be:
+            # "calculator(opening='(', closing=')')". "": one turn, no environment.
+            "environment": "",
+            "max_assistant_turns": 4,  # turns of the policy, the last of which is not answered any more
+            "max_observation_length": 64,  # tokens of an answer, those that the chat template writes around it included
+        },
     }
 
 
@@ -104,6 +115,15 @@ def _data() -> dict:
         "template_kwargs": {},  # variables for the chat template, such as {"enable_thinking": False}
         "too_long": "error",  # a prompt longer than rollout.prompt_length: error | drop (counted and reported)
         "source_kwargs": {},  # further arguments of the function, or of datasets.load_dataset
+        # Which prompts are drawn, by how often the policy has got them right (the mean of `metric`, in [0, 1], over its
+        # responses). uniform: all alike. hard: weight 1 - success. frontier: weight success x (1 - success), so that
+        # what always fails is drawn as seldom as what never does. Prompts not drawn yet weigh most.
+        "curriculum": {
+            "sampler": "uniform",  # uniform (every prompt once an epoch) | hard | frontier
+            "metric": "score",  # score (the weighted sum), a reward's name, or a value beside its score: "name/acc"
+            "smoothing": 0.5,  # share of the newest step in a prompt's success, in (0, 1]
+            "floor": 0.05,  # weight that every prompt keeps, of a most of 1
+        },
     }
 
 
@@ -114,6 +134,13 @@ def _reward() -> dict:
         "functions": (),
         "weights": (),  # factor of each in the score; (): 1 each
         "data_sources": (),  # per function the record's data_source that it scores, "": all; (): all score all
+        # Functions over text run in processes without jax, one response at a time, see docs/rewards.md. A response
+        # whose reward fails (an exception, None, NaN, a crash, too slow) is left out and counted, reward/failed_ratio.
+        "num_workers": -1,  # how many; -1: one per CPU core, but at most 8; 0: in this process, without a deadline
+        "timeout": 10.0,  # seconds a response may take before its worker is killed; a batched call may take their sum
+        "memory_limit": 4.0,  # GB of a worker, and of each process that it starts; 0: none
+        # Share of a step's responses whose reward may fail; more ends the run, exit code 3. All failing always does.
+        "max_failed_ratio": 0.5,
         # A reward model beside the functions, or alone: one more score of every response, named reward_model. A weight
         # of 0 for a function makes it one that is only watched.
         "model": {
@@ -129,6 +156,14 @@ def _reward() -> dict:
             # Of jaxrl_llm.reward_model alone: the loss takes this x (score of chosen + score of rejected)^2 beside it,
             # which keeps scores around 0 (TRL's center_rewards_coefficient).
             "center_coefficient": 0.0,
+        },
+        # DAPO's soft punishment of overlong responses, in the last `len` tokens of rollout.response_length: less
+        # penalty_factor x (tokens in there) / len. It is in critic/rewards, not in critic/score, and no metric of a
+        # reward counts it.
+        "overlong_buffer": {
+            "enable": False,  # True: overlong responses are punished
+            "len": 128,  # tokens
+            "penalty_factor": 1.0,  # of a response that fills its frame
         },
     }
 
@@ -152,6 +187,15 @@ def _algorithm() -> dict:
             "kl_coef": 0.001,  # coefficient, or its first value
             "target_kl": 0.1,  # nats per token that the adaptive one steers to
             "horizon": 10_000,  # rows over which it adapts
+        },
+        # DAPO's dynamic sampling: prompts whose responses all have the same `metric` teach nothing, and are replaced by
+        # the next ones of the data.
+        "filter_groups": {
+            "enable": False,  # True: they are replaced
+            "metric": "score",  # score (the weighted sum), a reward's name, or a value beside its score: "name/acc"
+            # Batches of prompts that are sampled at most for a step; then the step goes on with what there is, and
+            # filter_groups/unfilled counts the prompts without spread in it.
+            "max_num_gen_batches": 10,
         },
         "mask_truncated": False,  # rows that ended by length: no loss on them (their score still counts in the group)
         # Corrects for the sampler's distribution being not quite the scorer's (rho = old / rollout probability).
@@ -267,6 +311,8 @@ def _eval() -> dict:
         "after": True,  # evaluate after the last
         "n": 1,  # responses per prompt; 1 when greedy
         "temperature": 0.0,  # 0: greedy
+        "greedy": False,  # a greedy response to each prompt as well, beside n sampled ones (n at least 2)
+        "responses": True,  # write every response and its scores to evaluations/STEP.jsonl
         "batch_size": 32,  # prompts at a time
         "max_prompts": 0,  # of each held-out source, the first ones; 0: all
     }

@@ -6,7 +6,7 @@ COMMANDS = {
     "train": "trains a language model by PPO or GRPO",
     "sft": "fine-tunes one on given responses",
     "reward_model": "trains a reward model on pairs of responses",
-    "evaluate": "held-out accuracy of a model or a run",
+    "evaluate": "the score of a model or a run on prompts to evaluate on",
     "generate": "samples responses to prompts",
     "export": "writes a run's model as a Hugging Face folder, or its LoRA overlay as an adapter",
     "report": "writes a run's report.html",

@@ -18,7 +18,7 @@ from ml_collections import ConfigDict
 
 from jaxrl_llm.config import FOLLOWS, Config, from_config_dict, unresolve, with_new_knobs
 from jaxrl_llm.config_values import hint_of, knobs, parse, suggest
-from jaxrl_llm.errors import UserError, nearest
+from jaxrl_llm.errors import UserError, nearest, nearest_path
 
 
 def load_config(path: str | Path, overrides: Mapping[str, Any] | Iterable[str] = ()) -> Config:
@@ -54,9 +54,23 @@ def run_config(run: str | Path) -> Path:
     Raises:
       UserError: it is no run's folder.
     """
-    if not (Path(run) / "checkpoints").is_dir() or not (Path(run) / "config.json").is_file():
-        raise UserError(f"{run}: is not a run's folder (config.json and checkpoints/ are not both there)")
-    return Path(run) / "config.json"
+
+    def is_run(folder: Path) -> bool:
+        return (folder / "checkpoints").is_dir() and (folder / "config.json").is_file()
+
+    folder = Path(run)
+    if is_run(folder):
+        return folder / "config.json"
+    if not folder.is_dir():
+        why = "it is a file" if folder.exists() else "; ".join(filter(None, ["no such folder", nearest_path(folder)]))
+    elif around := next(filter(is_run, folder.parents), None):
+        why = f"but a part of one: give {str(around)!r}"
+    elif any(folder.glob("*.safetensors")):
+        why = "but a model's"
+    else:
+        missing = [name for name in ("config.json", "checkpoints/") if not (folder / name).exists()]
+        why = f"no {' and no '.join(missing)} in it"
+    raise UserError(f"{run}: is not a run's folder ({why})")
 
 
 class _Parser(argparse.ArgumentParser):
@@ -139,7 +153,7 @@ def _assign(raw: ConfigDict, key: str, value: Any) -> None:
 
 def _read_file(path: Path) -> ConfigDict:
     if not path.is_file():
-        raise UserError(f"--config={path}: no such file")
+        raise UserError("; ".join(filter(None, [f"--config={path}: no such file", nearest_path(path)])))
     if path.suffix == ".json":
         try:
             return ConfigDict(with_new_knobs(json.loads(path.read_text())), type_safe=False)

@@ -7,20 +7,22 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jaxrl_llm.sharding import Layout, abstract_like
-from jaxrl_llm.steps.phases import Program, gen
+from jaxrl_llm.steps.phases import Program, gen, train_sampling
 from jaxrl_llm.steps.reward import JaxReward, write_scores
-from jaxrl_llm.steps.rollout import StopRules
+from jaxrl_llm.steps.rollout import StopRules, as_batch, begin, decode, observe
 from jaxrl_llm.steps.sampling import Sampling
 from jaxrl_llm.steps.step import ACTOR, CRITIC, EVAL, GEN, GEN_MAX, step_key, update_phase_keys
 from jaxrl_llm.steps.training import Training
-from jaxrl_llm.types import Array, Batch, Params, Prompts, RunState
+from jaxrl_llm.types import FINISH_LENGTH, Array, Batch, DecodeState, KVCache, Params, Prompts, RunState
 
 Report = Callable[[str], None]
 SCALAR = jax.ShapeDtypeStruct((), np.int32)
@@ -53,6 +55,24 @@ class Compiled:
 
 
 @dataclasses.dataclass(frozen=True)
+class CompiledTurns:
+    """A rollout of several turns; between them the host asks the environment (samplers.py)."""
+
+    begin: Compiled  # (view, prompts, stops, step) -> (cache, state), each row at the end of its first turn
+    # (view, cache, state, tokens, mask, stops) -> (cache, state), each row with an observation at the end of its next
+    # turn; takes over the buffers of cache and state.
+    go_on: Compiled
+    finish: Compiled  # (prompts, state, truncated) -> batch
+
+    @property
+    def out(self) -> Batch:
+        return self.finish.out
+
+
+AnySampler = Compiled | CompiledTurns
+
+
+@dataclasses.dataclass(frozen=True)
 class CompiledTraining:
     """The mini-batch updates of one role."""
 
@@ -65,10 +85,14 @@ class CompiledStep:
     """The phases of `Program`, compiled. Keys are made inside, from the seed and the step's number."""
 
     update_weights: Compiled  # (params) -> view
-    gen: Compiled  # (view, prompts, stops, step) -> batch
-    gen_max: Compiled | None  # (view, prompts, stops, step) -> batch of one greedy response a prompt
-    reward_max: Compiled | None  # `reward` of that batch
+    # Of one part of the prompts, see rollout.parts:
+    gen: AnySampler  # (view, prompts, stops, step) -> batch
+    gen_max: AnySampler | None  # (view, prompts, stops, step) -> batch of one greedy response a prompt
+    join: Compiled | None  # (the parts' batches) -> batch; None where there is one part
+    join_max: Compiled | None
+    reward_max: Compiled | None  # `reward` of the greedy batch
     reward: Compiled  # (batch, scores [B, K], row_valid [B], greedy batch or None) -> batch
+    pick: Compiled | None  # (batch, batch, prompts [G]) -> batch: of both batches' prompts those at these places
     old_log_prob: Compiled | None  # (params, batch) -> batch
     ref: Compiled | None  # (params, batch) -> batch
     values: Compiled | None  # (params, batch) -> batch
@@ -102,11 +126,9 @@ def compile_step(
     def compiled(name: str, fn: Callable[..., Any], *args: Any, **options: Any) -> Compiled:
         return Compiled(name, fn, *args, report=report, **options)
 
-    def sampler(name: str, gen: Callable[..., Batch], consumer: int) -> Compiled:
-        def sample(view: Params, prompts: Prompts, stops: StopRules, step: Array) -> Batch:
-            return gen(view, prompts, jax.random.fold_in(step_key(seed, step), consumer), stops)
-
-        return compiled(name, sample, update_weights.out, prompts, program.stops, SCALAR, out_shardings=rows)
+    def sampler(name: str, n: int, sampling: Sampling, consumer: int) -> AnySampler:
+        options: dict[str, Any] = {"n": n, "sampling": sampling, "consumer": consumer}
+        return compile_sampler(program, update_weights.out, part, **options, report=report, name=name)
 
     def reward_of(name: str, batch: Batch, greedy: Batch | None) -> Compiled:
         given = {"weights": weights, "jax_rewards": jax_rewards, "report": report}
@@ -123,13 +145,27 @@ def compile_step(
         keys: dict[str, Any] = {"seed": seed, "consumer": consumer, "report": report}
         return compile_training(name, training, train_state, batch, layout, frozen=training.base(state), **keys)
 
-    policy = program.policy(state)
+    def join(name: str, part: Batch) -> tuple[Compiled | None, Batch]:
+        if parts == 1:
+            return None, part
+        made = compiled(f"join of {name}", concatenate, (part,) * parts, out_shardings=rows)
+        return made, made.out
+
+    parts, policy = program.config.rollout.parts, program.policy(state)
+    part = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct((x.shape[0] // parts, *x.shape[1:]), x.dtype, sharding=rows), prompts
+    )
     update_weights = compiled("update_weights", program.update_weights, policy)
-    gen = sampler("gen", program.gen, GEN)
-    gen_max = sampler("gen_max", program.gen_max, GEN_MAX) if program.gen_max else None
-    reward_max = reward_of("reward of gen_max", gen_max.out, None) if gen_max else None
-    reward = reward_of("reward", gen.out, reward_max.out if reward_max else None)
-    batch = reward.out
+    gen = sampler("gen", program.config.rollout.n, train_sampling(program.config), GEN)
+    gen_max = sampler("gen_max", 1, Sampling(temperature=0.0), GEN_MAX) if program.gen_max else None
+    join_gen, batch = join("gen", gen.out)
+    join_max, greedy = join("gen_max", gen_max.out) if gen_max else (None, None)
+    reward_max = reward_of("reward of gen_max", greedy, None) if greedy is not None else None
+    reward = reward_of("reward", batch, reward_max.out if reward_max else None)
+    batch, pick = reward.out, None
+    if program.config.algorithm.filter_groups.enable:
+        order = jax.ShapeDtypeStruct((batch.num_prompts,), np.int32)
+        pick = compiled("pick", pick_prompts, batch, batch, order, out_shardings=rows)
     old_log_prob, batch = score("old_log_prob", program.old_log_prob, policy, batch)
     ref, batch = score("ref", program.ref, program.reference(state), batch)
     values, batch = score("values", program.values, program.critic_params(state), batch)
@@ -145,6 +181,9 @@ def compile_step(
         update_weights=update_weights,
         gen=gen,
         gen_max=gen_max,
+        join=join_gen,
+        join_max=join_max,
+        pick=pick,
         reward_max=reward_max,
         reward=reward,
         old_log_prob=old_log_prob,
@@ -155,6 +194,16 @@ def compile_step(
         update_actor=train("actor", program.actor, state.actor, batch, ACTOR),
         update_reference=update_reference,
     )
+
+
+def concatenate(parts: Sequence[Batch]) -> Batch:
+    """The batches of several parts of the prompts as one."""
+    return jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *parts)
+
+
+def pick_prompts(first: Batch, second: Batch, prompts: Array) -> Batch:
+    """Of the prompts of both, the second's behind the first's, those at these places with all of their rows."""
+    return concatenate((first, second)).select(prompts)
 
 
 def compile_training(
@@ -212,20 +261,76 @@ def compile_reward(
 
 
 def compile_sampler(
-    program: Program, view: Any, prompts: Prompts, *, n: int, sampling: Sampling, report: Report, name: str = "testing"
-) -> Compiled:
-    """(view, prompts, stops, step) -> batch, for evaluation: with a sampling and a number of responses of its own.
+    program: Program,
+    view: Any,
+    prompts: Prompts,
+    *,
+    n: int,
+    sampling: Sampling,
+    report: Report,
+    consumer: int = EVAL,
+    name: str = "testing",
+) -> AnySampler:
+    """(view, prompts, stops, step) -> batch; where the config has an environment, the parts of such a rollout.
 
     Args:
       view, prompts: like those that it will be called with, arrays or abstract, with their shardings.
       n: responses per prompt.
       report: told what is being compiled.
+      consumer: what is folded into the step's key.
     """
     width, seed = program.config.rollout.response_length, program.config.seed
 
+    def key_of(step: Array) -> Array:
+        return jax.random.fold_in(step_key(seed, step), consumer)
+
+    if program.config.rollout.multi_turn.environment:
+        return _compile_turns(program, view, prompts, key_of, n=n, sampling=sampling, report=report, name=name)
+
     def sample(view: Params, prompts: Prompts, stops: StopRules, step: Array) -> Batch:
-        key = jax.random.fold_in(step_key(seed, step), EVAL)
-        return gen(program.actor_model, program.layout, view, prompts, key, stops, n=n, width=width, sampling=sampling)
+        given: dict[str, Any] = {"n": n, "width": width, "sampling": sampling}
+        return gen(program.actor_model, program.layout, view, prompts, key_of(step), stops, **given)
 
     rows = program.layout.rows
     return Compiled(name, sample, view, prompts, program.stops, SCALAR, report=report, out_shardings=rows)
+
+
+def _compile_turns(
+    program: Program,
+    view: Any,
+    prompts: Prompts,
+    key_of: Callable[[Array], Array],
+    *,
+    n: int,
+    sampling: Sampling,
+    report: Report,
+    name: str,
+) -> CompiledTurns:
+    model, layout, rollout = program.actor_model, program.layout, program.config.rollout
+    rows = prompts.prompts.shape[0] * n
+    turn = partial(decode, model, sampling=sampling)
+
+    def first(view: Params, prompts: Prompts, stops: StopRules, step: Array) -> tuple[KVCache, DecodeState]:
+        cache, state = begin(model, view, prompts, key_of(step), n=n, width=rollout.response_length)
+        return turn(view, cache, layout.constrain_rows(state), stops=stops)
+
+    def following(
+        view: Params, cache: KVCache, state: DecodeState, tokens: Array, mask: Array, stops: StopRules
+    ) -> tuple[KVCache, DecodeState]:
+        return turn(view, *observe(model, view, cache, state, tokens, mask), stops=stops)
+
+    def finish(prompts: Prompts, state: DecodeState, truncated: Array) -> Batch:
+        reason = jnp.where(truncated, FINISH_LENGTH, state.finish_reason)
+        return layout.constrain_rows(as_batch(prompts, state.replace(finish_reason=reason)))
+
+    made = Compiled(f"{name}, first turn", first, view, prompts, program.stops, SCALAR, report=report)
+    given = [
+        jax.ShapeDtypeStruct((rows, rollout.multi_turn.max_observation_length), dtype, sharding=layout.rows)
+        for dtype in (np.int32, np.bool_)
+    ]
+    # What goes on lies where it lay.
+    options: dict[str, Any] = {"donate": (1, 2), "out_shardings": jax.tree.map(lambda x: x.sharding, made.out)}
+    go_on = Compiled(f"{name}, next turn", following, view, *made.out, *given, program.stops, report=report, **options)
+    truncated = jax.ShapeDtypeStruct((rows,), np.bool_, sharding=layout.rows)
+    ended = Compiled(f"{name}, end", finish, prompts, made.out[1], truncated, report=report, out_shardings=layout.rows)
+    return CompiledTurns(made, go_on, ended)

@@ -20,6 +20,7 @@ from jaxrl_llm.errors import UserError
 Positive = Annotated[int, Range("at least 1", lambda v: v >= 1)]
 Count = Annotated[int, Range("at least 0", lambda v: v >= 0)]
 AxisSize = Annotated[int, Range("at least 1, or -1 for what is left", lambda v: v >= 1 or v == -1)]
+Workers = Annotated[int, Range("at least 0, or -1 for one per CPU core", lambda v: v >= -1)]
 AboveZero = Annotated[float, Range("above 0", lambda v: v > 0)]
 NotNegative = Annotated[float, Range("at least 0", lambda v: v >= 0)]
 AboveOne = Annotated[float, Range("above 1", lambda v: v > 1)]
@@ -55,6 +56,13 @@ class Model:
 
 
 @dataclasses.dataclass(frozen=True)
+class MultiTurn:
+    environment: str
+    max_assistant_turns: Positive
+    max_observation_length: Positive
+
+
+@dataclasses.dataclass(frozen=True)
 class Rollout:
     n: Positive
     prompt_length: Positive
@@ -67,6 +75,16 @@ class Rollout:
     min_new_tokens: Count
     stop: tuple[str, ...]
     stop_token_ids: tuple[int, ...]
+    parts: Positive
+    multi_turn: MultiTurn
+
+
+@dataclasses.dataclass(frozen=True)
+class Curriculum:
+    sampler: Literal["uniform", "hard", "frontier"]
+    metric: str
+    smoothing: Probability
+    floor: Probability
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,6 +104,7 @@ class Data:
     template_kwargs: dict[str, Any]
     too_long: Literal["error", "drop"]
     source_kwargs: dict[str, Any]
+    curriculum: Curriculum
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,11 +119,23 @@ class RewardModel:
 
 
 @dataclasses.dataclass(frozen=True)
+class OverlongBuffer:
+    enable: bool
+    len: Positive
+    penalty_factor: NotNegative
+
+
+@dataclasses.dataclass(frozen=True)
 class Reward:
     functions: tuple[str, ...]
     weights: tuple[float, ...]
     data_sources: tuple[str, ...]
+    num_workers: Workers
+    timeout: AboveZero
+    memory_limit: NotNegative
+    max_failed_ratio: Fraction
     model: RewardModel
+    overlong_buffer: OverlongBuffer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,6 +157,13 @@ class RolloutCorrection:
 
 
 @dataclasses.dataclass(frozen=True)
+class FilterGroups:
+    enable: bool
+    metric: str
+    max_num_gen_batches: Positive
+
+
+@dataclasses.dataclass(frozen=True)
 class Algorithm:
     estimator: str
     gamma: Fraction
@@ -138,6 +176,7 @@ class Algorithm:
     use_kl_in_reward: bool
     kl_penalty: KLKind
     kl_ctrl: KLControl
+    filter_groups: FilterGroups
     mask_truncated: bool
     rollout_correction: RolloutCorrection
 
@@ -228,6 +267,8 @@ class Eval:
     after: bool
     n: Positive
     temperature: NotNegative
+    greedy: bool
+    responses: bool
     batch_size: Positive
     max_prompts: Count
 
@@ -337,6 +378,10 @@ RESUMABLE = (
     "trainer.rollout_dump",
     "trainer.sample_interval",
     "trainer.samples_to_show",
+    "reward.num_workers",
+    "reward.timeout",
+    "reward.memory_limit",
+    "reward.max_failed_ratio",
     "data.eval",
     "eval.",
     "logging.",

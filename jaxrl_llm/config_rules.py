@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-from jaxrl_llm import dotted
+from jaxrl_llm import dotted, environments
 from jaxrl_llm.errors import UserError, nearest
 from jaxrl_llm.rewards import registry
 
@@ -64,6 +64,8 @@ def broken_rules(config: Config) -> list[Broken]:
         _adaptive_kl,
         _reference,
         _frozen,
+        _groups,
+        _conversation,
         _schedules,
         _run,
         _mesh,
@@ -83,6 +85,15 @@ def notices(config: Config) -> list[str]:
         found.append(
             "config.algorithm.use_kl_in_reward and config.actor.use_kl_loss are both True: the KL to the reference is "
             "charged twice, in the reward and in the loss"
+        )
+    for name, needed in (("critic", need_critic(config)), ("reference", need_reference(config))):
+        if not needed and (path := getattr(config, name).path):
+            found.append(f"config.{name}.path = {path!r} is not read: there is no {name} in this configuration")
+    rewards, scorer = config.reward.weights, config.reward.model
+    if rewards and not any(rewards) and not (scorer.path and scorer.weight):
+        found.append(
+            f"config.reward.weights = {rewards}: every reward is only watched, and there is no reward model "
+            "(reward.model.path) whose score would count: all scores are 0"
         )
     sampler = config.rollout
     truncated = [
@@ -136,6 +147,10 @@ def check_devices(config: Config, n_devices: int) -> dict[str, int]:
 
     where = f"{shards} shards (mesh {shape})"
     divides("data.train_batch_size", config.data.train_batch_size, shards, f"prompts a step, on {where},")
+    parts = config.rollout.parts
+    if parts > 1:
+        what = f"prompts a step, in {parts} parts on {where},"
+        divides("rollout.parts", config.data.train_batch_size, parts * shards, what)
     if config.data.eval:
         divides("eval.batch_size", config.eval.batch_size, shards, f"prompts at a time, on {where},")
     rows = config.data.train_batch_size * config.rollout.n
@@ -180,6 +195,9 @@ def _sources(config: Config) -> Iterator[Broken]:
     evaluation = config.eval
     if evaluation.interval and not data.eval:
         yield Broken(("eval.interval", "data.eval"), "evaluation needs a source of held-out prompts")
+    if evaluation.greedy and evaluation.temperature and evaluation.n < 2:
+        keys = ("eval.greedy", "eval.n")
+        yield Broken(keys, "beside a greedy response there must be several sampled ones: n at least 2")
     if evaluation.temperature == 0 and evaluation.n > 1:
         yield Broken(("eval.n", "eval.temperature"), "greedy responses are all the same: n must be 1 at temperature 0")
 
@@ -321,6 +339,53 @@ def _frozen(config: Config) -> Iterator[Broken]:
         yield Broken(("critic.freeze_trunk", "critic.enable", "algorithm.estimator"), "there is no critic")
     if critic.freeze_trunk and critic.path:
         yield Broken(("critic.freeze_trunk", "critic.path"), "a frozen trunk is the actor's; leave the path empty")
+
+
+def _groups(config: Config) -> Iterator[Broken]:
+    algorithm, data, buffer = config.algorithm, config.data, config.reward.overlong_buffer
+    if algorithm.filter_groups.enable and config.rollout.n < 2:
+        yield Broken(
+            ("algorithm.filter_groups.enable", "rollout.n"), "one response has no spread: n must be at least 2"
+        )
+    for key, on in (
+        ("algorithm.filter_groups.enable", algorithm.filter_groups.enable),
+        ("data.curriculum.sampler", data.curriculum.sampler != "uniform"),
+    ):
+        if on and config.trainer.epochs:
+            yield Broken(
+                (key, "trainer.epochs"), "prompts are not drawn once an epoch then; count trainer.steps instead"
+            )
+    if data.curriculum.sampler != "uniform" and data.weights:
+        keys = ("data.curriculum.sampler", "data.weights")
+        yield Broken(keys, "both say how often a prompt is drawn; leave one of them out")
+    if buffer.enable and buffer.len > config.rollout.response_length:
+        keys = ("reward.overlong_buffer.len", "rollout.response_length")
+        yield Broken(keys, "the buffer is the end of a response's frame and cannot be longer than that")
+    if buffer.enable:
+        try:
+            entry, _ = chosen_estimator(config)
+        except UserError:
+            return  # `_estimator` says so
+        if "scores" in entry.needs:
+            keys = ("reward.overlong_buffer.enable", "algorithm.estimator")
+            yield Broken(keys, "this estimator reads the scores and not the rewards, which alone are shaped")
+
+
+def _conversation(config: Config) -> Iterator[Broken]:
+    rollout, settings = config.rollout, config.rollout.multi_turn
+    if settings.environment:
+        try:
+            environments.resolve(settings.environment)
+        except UserError as error:
+            yield Broken(("rollout.multi_turn.environment",), str(error))
+        if settings.max_observation_length >= rollout.response_length:
+            keys = ("rollout.multi_turn.max_observation_length", "rollout.response_length")
+            yield Broken(keys, "an observation would fill the frame that the turns share with it")
+        if rollout.ignore_eos and not rollout.stop and not rollout.stop_token_ids:
+            keys = ("rollout.multi_turn.environment", "rollout.ignore_eos")
+            yield Broken(keys, "no turn would ever end")
+    if config.data.train_batch_size % rollout.parts:
+        yield Broken(("rollout.parts", "data.train_batch_size"), "the parts of the prompts must be equal")
 
 
 def _reference(config: Config) -> Iterator[Broken]:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import grain
+import jax
 import numpy as np
 
 from jaxrl_llm.errors import UserError, naming, nearest
@@ -36,6 +37,18 @@ class PromptBatch:
     records: list[dict[str, Any]]  # G; empty dicts for fillers
     texts: list[str]  # G; the prompts as rewards and logs see them, see `prompt_text`
     cursor: int  # where the next batch begins
+    indices: list[int]  # G; of the prompts in their data; -1 for fillers
+
+    def split(self, parts: int) -> list[PromptBatch]:
+        """The same prompts in so many equal parts, one after the other."""
+        size = len(self.records) // parts
+        assert size * parts == len(self.records)
+
+        def cut(at: slice) -> PromptBatch:
+            prompts = jax.tree.map(lambda x: x[at], self.prompts)
+            return PromptBatch(prompts, self.records[at], self.texts[at], self.cursor, self.indices[at])
+
+        return [self] if parts == 1 else [cut(slice(i * size, (i + 1) * size)) for i in range(parts)]
 
 
 class PromptData:
@@ -143,8 +156,11 @@ class PromptData:
 
     def batch(self, cursor: int, num_prompts: int) -> PromptBatch:
         """The prompts at positions cursor … cursor + num_prompts - 1 of the run; their uids are these positions."""
-        indices = [int(self._order[cursor + i]) for i in range(num_prompts)]
-        return self._build(indices, cursor, num_prompts)
+        return self.take([int(self._order[cursor + i]) for i in range(num_prompts)], cursor)
+
+    def take(self, indices: Sequence[int], cursor: int) -> PromptBatch:
+        """The prompts at these indices of the data, drawn at positions cursor … of the run."""
+        return self._build(list(indices), cursor, len(indices))
 
     def eval_batches(self, num_prompts: int) -> Iterator[PromptBatch]:
         """Every prompt once, in order. The last batch is filled up with invalid prompts that get no tokens."""
@@ -170,7 +186,13 @@ class PromptData:
         }
         records = [dict(self._record(self._places[index])) for index in indices]
         texts = [prompt_text(self._prompt_of(record)) for record in records]
-        return PromptBatch(Prompts(**arrays), records + [{}] * fillers, texts + [""] * fillers, cursor + num_prompts)
+        return PromptBatch(
+            Prompts(**arrays),
+            records + [{}] * fillers,
+            texts + [""] * fillers,
+            cursor + num_prompts,
+            indices + [-1] * fillers,
+        )
 
     def _record(self, place: tuple[int, int]) -> Record:
         source, index = place
@@ -251,8 +273,9 @@ def field(record: Record, name: str) -> Any:
     value: Any = record
     for key in name.split("."):
         if not isinstance(value, Mapping) or key not in value:
-            found = ", ".join(map(str, record)) or "nothing"
-            raise UserError(f"no field {name!r} in the record (found: {found}); {nearest(name, map(str, record))}")
+            found, near = ", ".join(map(str, record)) or "nothing", nearest(name, map(str, record))
+            hint = f"; {near}" if near.startswith("did you mean") else ""
+            raise UserError(f"no field {name!r} in the record (found: {found}){hint}")
         value = value[key]
     return value
 

@@ -7,6 +7,7 @@ import difflib
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 
 
 class UserError(Exception):
@@ -47,6 +48,26 @@ def nearest(name: str, valid: Iterable[str]) -> str:
     valid = sorted(valid)
     close = difflib.get_close_matches(name, valid, n=1, cutoff=0.6)
     return f"did you mean {close[0]!r}?" if close else f"valid: {', '.join(valid)}"
+
+
+def nearest_path(path: str | Path) -> str:
+    """A clause that names what lies where a path is not, if its name is near; else "".
+
+    >>> nearest_path("configs/bose.py"), nearest_path("confgs/base.py"), nearest_path("zzz")
+    ("did you mean 'configs/base.py'?", "did you mean 'configs/base.py'?", '')
+    """
+    path, found = Path(path).expanduser(), Path()
+    if path.exists():
+        return ""
+    for part in path.parts:
+        if not (found / part).exists():
+            there = (x.name for x in found.iterdir()) if found.is_dir() else ()
+            close = difflib.get_close_matches(part, sorted(there), n=1, cutoff=0.6)
+            if not close:
+                return ""
+            part = close[0]
+        found /= part
+    return f"did you mean {str(found)!r}?"
 
 
 INTERRUPTED = 130  # the exit code of a program that Ctrl-C ended

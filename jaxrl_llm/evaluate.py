@@ -1,8 +1,9 @@
-"""Held-out accuracy of a model, or of a run's newest checkpoint: greedy, and sampled, each with a 95% interval. Of a
-reward model's run: the share of held-out pairs that it puts in order.
+"""The score of a model, or of a run's checkpoint, on each source of `data.eval`: greedy, and sampled, with a 95%
+interval. Of a reward model, or its run: the share of the pairs that it puts in order.
 
 python -m jaxrl_llm.evaluate --config configs/smollm2_addition.py
 python -m jaxrl_llm.evaluate --run runs/addition --samples 4 --output answers.jsonl
+python -m jaxrl_llm.evaluate --run runs/addition --step 20
 """
 
 from __future__ import annotations
@@ -25,27 +26,35 @@ def main(argv: Sequence[str] | None = None) -> int:
     given = list(sys.argv[1:] if argv is None else argv)
 
     def body() -> None:
-        about = "Held-out accuracy, greedy and sampled, with a 95% interval. Needs --config, or --run, or both."
+        about = (
+            "The score on each source of data.eval, greedy and sampled, with a 95% interval. Needs --config, or --run, "
+            "or both."
+        )
         parser = make_parser("evaluate", about, workdir=False, config_required=False)
         parser.add_argument(
             "--run", metavar="DIR", help="a run's folder: its newest checkpoint, and its config if none is given"
         )
+        parser.add_argument("--step", type=int, help="the checkpoint of this step of --run instead of the newest")
         parser.add_argument("--samples", type=int, default=4, help="sampled responses per prompt; 0 for greedy alone")
         parser.add_argument("--output", metavar="FILE", help="write every response and score to this JSONL file")
-        known, _ = parser.parse_known_args(given)
+        known, rest = parser.parse_known_args(given)
         if not known.config and not known.run:
-            raise UserError("nothing to evaluate: give --config FILE (the model it names), or --run DIR (a run)")
-        of_run = [] if known.config else ["--config", str(run_config(known.run))]
-        config, args = parse_args(parser, [*of_run, *given])
+            alone = f"{rest[0]!r} stands alone: " if rest else ""
+            raise UserError(f"{alone}give --config FILE (the model it names is evaluated), --run DIR (a run), or both")
+        if known.step is not None and not known.run:
+            raise UserError(f"--step={known.step}: is of a run's checkpoints; give --run DIR as well")
+        of_run = ["--config", str(run_config(known.run))] if known.run else []
+        config, args = parse_args(parser, given if known.config else [*of_run, *given])
         if not config.data.eval:
-            raise UserError("config.data.eval: must be given: a source of held-out prompts")
+            raise UserError("config.data.eval: must be given: a source of prompts to evaluate on")
         if args.samples < 0:
             raise UserError(f"--samples={args.samples}: must be at least 0")
         if args.output and not Path(args.output).absolute().parent.is_dir():
             raise UserError(f"--output={args.output}: there is no folder {str(Path(args.output).parent)!r}")
-        results = evaluate(config, run=args.run, samples=args.samples)
+        results = evaluate(config, run=args.run, step=args.step, samples=args.samples)
         for name, rows in results.items():
-            print(summary(name, rows) + by_source(rows))
+            for source in dict.fromkeys(row["data_source"] for row in rows):
+                print(summary(name, source, [row for row in rows if row["data_source"] == source]))
         if args.output:
             rows = [{"mode": name, **row} for name, found in results.items() for row in found]
             lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
@@ -54,17 +63,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     return exit_code(body)
 
 
-def evaluate(config: Config, *, run: str | None = None, samples: int = 4) -> dict[str, list[dict[str, Any]]]:
-    """The responses to the held-out prompts with their scores: {"greedy": rows, "sampled": rows}; of a reward model's
-    run {"pairs": rows}.
+def evaluate(
+    config: Config, *, run: str | None = None, step: int | None = None, samples: int = 4
+) -> dict[str, list[dict[str, Any]]]:
+    """The responses to the prompts of `data.eval` with their scores: {"greedy": rows, "sampled": rows}; of a reward
+    model, or its run, {"pairs": rows}.
 
     Args:
-      run: a run's folder, whose newest checkpoint is evaluated; None is the model that the config names.
+      run: a run's folder, whose checkpoint is evaluated; None is the model that the config names.
+      step: of the checkpoint; None is the newest.
       samples: responses per prompt at rollout.temperature; 0 leaves "sampled" out.
     """
+    from jaxrl_llm.collect import open_rewards, try_out
     from jaxrl_llm.compiled import Compiled
     from jaxrl_llm.evaluation import make_evaluator
     from jaxrl_llm.loading import build_program, holds_reward_model, load_inputs, make_layout, policy_params
+    from jaxrl_llm.models import hf
     from jaxrl_llm.reward_model import evaluate_pairs
     from jaxrl_llm.reward_scorer import make_scorer
     from jaxrl_llm.steps.phases import train_sampling
@@ -73,33 +87,42 @@ def evaluate(config: Config, *, run: str | None = None, samples: int = 4) -> dic
     def report(text: str) -> None:
         print(text, file=sys.stderr, flush=True)
 
-    if run is not None and holds_reward_model(run):
-        return {"pairs": evaluate_pairs(config, run, report)}
+    if run is not None and holds_reward_model(run, step):
+        return {"pairs": evaluate_pairs(config, run, report, step)}
     inputs = load_inputs(config, train=False)
-    layout = make_layout(config)
-    scorer, inputs = make_scorer(config, inputs, layout)
-    program = build_program(config, inputs, layout, total_steps=1)
-    params, step = policy_params(config, program.actor_model, layout, inputs.folder, run)
-    if run is not None:
-        report(f"checkpoint of step {step}")
-    if scorer:
-        scorer.load()
-        scorer.compile(report)
-    view = Compiled("update_weights", program.update_weights, params, report=report)(params)
-    results = {}
-    for name, n, sampling in (("greedy", 1, Sampling(temperature=0.0)), ("sampled", samples, train_sampling(config))):
-        if n:
-            evaluator = make_evaluator(program, inputs, view, n=n, sampling=sampling, report=report, name=name)
-            results[name] = list(evaluator.rows(view, step))
-    return results
+    assert inputs.held_out is not None
+    of_pairs = config.data.chosen_key in inputs.held_out.first()[1]
+    if run is None and of_pairs and hf.is_classifier(hf.read_config(inputs.folder)):
+        return {"pairs": evaluate_pairs(config, None, report)}
+    inputs = open_rewards(config, inputs)
+    with inputs.rewards:
+        layout = make_layout(config)
+        scorer, inputs = make_scorer(config, inputs, layout)
+        program = build_program(config, inputs, layout, total_steps=1)
+        params, step = policy_params(config, program.actor_model, layout, inputs.folder, run, step)
+        if run is not None:
+            report(f"checkpoint of step {step}")
+        try_out(inputs)
+        if scorer:
+            scorer.load()
+            scorer.compile(report)
+        view = Compiled("update_weights", program.update_weights, params, report=report)(params)
+        results = {}
+        ways = (("greedy", 1, Sampling(temperature=0.0)), ("sampled", samples, train_sampling(config)))
+        for name, n, sampling in ways:
+            if n:
+                options: dict[str, Any] = {"mode": name, "n": n, "sampling": sampling, "name": name, "report": report}
+                results[name] = list(make_evaluator(program, inputs, view, **options).rows(view, step))
+        return results
 
 
-def summary(name: str, rows: Sequence[dict[str, Any]]) -> str:
-    """One line: the mean score with its 95% interval over problems, and how many there are.
+def summary(name: str, source: str, rows: Sequence[dict[str, Any]]) -> str:
+    """One line: a source's mean score with its 95% interval over problems, how many there are, and each reward's mean
+    where there are several.
 
-    >>> row = {"length": 3, "finish_reason": "stop"}
-    >>> summary("greedy", [{"uid": i, "score": float(i < 90), **row} for i in range(100)])
-    'greedy   0.900 [0.826, 0.945]  100 problems x 1, mean length 3.0, 0% truncated'
+    >>> row = {"length": 3, "finish_reason": "stop", "scores": {"exact": 1.0}}
+    >>> summary("greedy", "sums", [{"uid": i, "score": float(i < 90), **row} for i in range(100)])
+    'greedy   sums  0.900 [0.826, 0.945]  100 problems x 1, mean length 3.0, 0% truncated'
     """
     from jaxrl_llm.evaluation import score_interval
 
@@ -109,18 +132,16 @@ def summary(name: str, rows: Sequence[dict[str, Any]]) -> str:
     length = np.mean([row["length"] for row in rows])
     truncated = np.mean([row["finish_reason"] == "length" for row in rows])
     failed = sum(row["score"] is None for row in rows)
-    return (
-        f"{name:<8} {mean:.3f} [{low:.3f}, {high:.3f}]  {count} problems x {n}, "
-        f"mean length {length:.1f}, {truncated:.0%} truncated"
-    ) + (f"; the reward failed on {failed} of {len(rows)} responses, which count as 0" if failed else "")
-
-
-def by_source(rows: Sequence[dict[str, Any]]) -> str:
-    """The mean score of each data source, where there are several: what training draws from is not held out."""
-    sources: dict[str, list[float]] = {}
+    rewards: dict[str, list[float]] = {}
     for row in rows:
-        sources.setdefault(row["data_source"], []).append(row["score"] or 0.0)
-    return "".join(f"; {name} {np.mean(scores):.3f}" for name, scores in sources.items()) if len(sources) > 1 else ""
+        for reward, score in row["scores"].items():
+            rewards.setdefault(reward, []).append(score)
+    several = [f"{reward} {np.mean(scores):.3f}" for reward, scores in rewards.items()] if len(rewards) > 1 else []
+    return (
+        f"{name:<8} {source}  {mean:.3f} [{low:.3f}, {high:.3f}]  {count} problems x {n}, "
+        + ", ".join([*several, f"mean length {length:.1f}", f"{truncated:.0%} truncated"])
+        + (f"; the reward failed on {failed} of {len(rows)} responses, which count as 0" if failed else "")
+    )
 
 
 if __name__ == "__main__":

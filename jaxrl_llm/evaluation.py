@@ -1,69 +1,36 @@
-"""Held-out evaluation, and what it shares with training: responses as text, and host rewards on them."""
+"""Held-out evaluation: greedy and sampled responses to prompts that are not learned from, and what they are worth."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import numpy as np
 
+from jaxrl_llm.collect import start_scoring
 from jaxrl_llm.compiled import Compiled, compile_reward, compile_sampler
-from jaxrl_llm.data import PromptBatch, PromptData
+from jaxrl_llm.data import PromptData
 from jaxrl_llm.loading import Inputs
-from jaxrl_llm.rewards import RewardSet, Scores
+from jaxrl_llm.rewards import RewardSet
+from jaxrl_llm.samplers import Sampler, make_sampler
 from jaxrl_llm.sharding import Layout, abstract_like
 from jaxrl_llm.steps.phases import Program
-from jaxrl_llm.steps.rollout import StopRules
 from jaxrl_llm.steps.sampling import Sampling
-from jaxrl_llm.tokenizer import response_text
-from jaxrl_llm.types import FINISH_STOP, Batch, Params
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast
-
-
-def response_texts(
-    batch: Batch, tokenizer: PreTrainedTokenizerFast, stops: StopRules, stop: Sequence[str]
-) -> list[str]:
-    """The responses [B] as rewards see them: their own tokens but special ones, cut before a stop token or string."""
-    host = jax.device_get((batch.responses, batch.response_mask, batch.finish_reason, stops.ids, stops.min_new_tokens))
-    responses, mask, reasons, stop_ids, least = (np.asarray(x) for x in host)
-    return [
-        response_text(tokenizer, ids[own].tolist(), reason == FINISH_STOP, stop_ids, stop, int(least))
-        for ids, own, reason in zip(responses, mask, reasons, strict=True)
-    ]
-
-
-def score_texts(rewards: RewardSet, given: PromptBatch, texts: Sequence[str]) -> Scores:
-    """Scores of B = G · n responses; the rows of filler prompts are not scored, and not valid."""
-    n = len(texts) // len(given.records)
-    real = int(np.asarray(given.prompts.prompt_valid).sum())  # fillers come last
-    records = [record for record in given.records[:real] for _ in range(n)]
-    prompts = [text for text in given.texts[:real] for _ in range(n)]
-    scored = rewards.score(prompts, texts[: real * n], records)
-    fill = len(texts) - real * n
-    return dataclasses.replace(
-        scored,
-        scores=np.pad(scored.scores, ((0, fill), (0, 0))),
-        valid=np.pad(scored.valid, (0, fill)),
-        extras=scored.extras + [{}] * fill,
-    )
+from jaxrl_llm.types import Params
 
 
 @dataclasses.dataclass(frozen=True)
 class Evaluator:
-    """The held-out prompts, sampled once each (or n times) with the policy's present parameters and scored."""
+    """The held-out prompts, sampled n times each with the policy's present parameters and scored."""
 
+    mode: str  # "greedy" or "sampled"
     data: PromptData
     rewards: RewardSet
-    tokenizer: PreTrainedTokenizerFast
     layout: Layout
-    stop: tuple[str, ...]
-    stops: StopRules
-    sample: Compiled  # (view, prompts, stops, step) -> batch
+    sampler: Sampler
     reward: Compiled  # (batch, scores, row_valid) -> batch
     batch_size: int  # prompts at a time
 
@@ -71,19 +38,19 @@ class Evaluator:
         """One dict a response: prompt, response, score (None where the reward failed), extras, length, record."""
         weights = self.rewards.weights
         for given in self.data.eval_batches(self.batch_size):
-            batch = self.sample(view, self.layout.put_rows(given.prompts), self.stops, np.int32(step))
-            texts = response_texts(batch, self.tokenizer, self.stops, self.stop)
-            scored = score_texts(self.rewards, given, texts)
-            batch = self.reward(batch, *self.layout.put_rows((scored.scores, scored.valid)), None)
+            sampled = self.sampler(view, given, step)
+            scored = start_scoring(self.rewards, given, sampled)()
+            batch = self.reward(sampled.batch, *self.layout.put_rows((scored.scores, scored.valid)), None)
             scores, scored_by, valid, lengths, reasons = jax.device_get(
                 (batch.scores, batch.scores_mask, batch.row_valid, batch.response_length, batch.finish_reason)
             )
-            n = batch.n
+            n, shown = batch.n, sampled.shown
             for row in range(int(np.asarray(given.prompts.prompt_valid).sum()) * n):
                 yield {
+                    "mode": self.mode,
                     "uid": int(np.asarray(given.prompts.uid)[row // n]),
                     "prompt": given.texts[row // n],
-                    "response": texts[row],
+                    "response": shown[row],
                     "score": float(scores[row] @ weights) if valid[row] else None,
                     "scores": {
                         name: float(score)
@@ -93,13 +60,41 @@ class Evaluator:
                     "extras": scored.extras[row],
                     "length": int(lengths[row]),
                     "finish_reason": {1: "stop", 2: "length"}[int(reasons[row])],
+                    "num_turns": sampled.num_turns(row),
                     "data_source": given.records[row // n].get("data_source", "all"),
                 }
 
+
+@dataclasses.dataclass(frozen=True)
+class Evaluators:
+    """Greedy, sampled, or both."""
+
+    each: tuple[Evaluator, ...]
+
     def __call__(self, view: Params, step: int) -> tuple[dict[str, float], list[dict[str, Any]]]:
         """The metrics of an evaluation, and its rows."""
-        rows = list(self.rows(view, step))
-        return evaluation_metrics(rows), rows
+        metrics, rows = {}, []
+        for evaluator in self.each:
+            found = list(evaluator.rows(view, step))
+            metrics |= evaluation_metrics(found)
+            rows += found
+        return metrics, rows
+
+
+def make_evaluators(program: Program, inputs: Inputs, view: Any, *, report: Callable[[str], None]) -> Evaluators:
+    """What `config.eval` asks for: n responses at its temperature, and a greedy one where that is wanted as well."""
+    settings = program.config.eval
+    greedy = Sampling(temperature=0.0)
+    ways = [("sampled" if settings.temperature else "greedy", settings.n, Sampling(temperature=settings.temperature))]
+    if settings.greedy and settings.temperature:
+        ways.insert(0, ("greedy", 1, greedy))
+
+    def one(mode: str, n: int, sampling: Sampling) -> Evaluator:
+        name = "testing" if len(ways) == 1 else f"testing, {mode}"
+        options: dict[str, Any] = {"mode": mode, "n": n, "sampling": sampling, "report": report, "name": name}
+        return make_evaluator(program, inputs, view, **options)
+
+    return Evaluators(tuple(one(*way) for way in ways))
 
 
 def make_evaluator(
@@ -107,6 +102,7 @@ def make_evaluator(
     inputs: Inputs,
     view: Any,
     *,
+    mode: str,
     n: int,
     sampling: Sampling,
     report: Callable[[str], None],
@@ -116,6 +112,7 @@ def make_evaluator(
 
     Args:
       view: of the sampler, arrays or abstract, with shardings.
+      mode: what its rows say of how they were sampled.
       n: responses per prompt.
       report: told what is being compiled, under `name`.
     """
@@ -126,13 +123,11 @@ def make_evaluator(
     sample = compile_sampler(program, abstract_like(view), prompts, n=n, sampling=sampling, report=report, name=name)
     rewards = {"weights": tuple(inputs.rewards.weights.tolist()), "jax_rewards": inputs.rewards.jax_functions}
     return Evaluator(
+        mode=mode,
         data=inputs.held_out,
         rewards=inputs.rewards,
-        tokenizer=inputs.tokenizer,
         layout=layout,
-        stop=config.rollout.stop,
-        stops=program.stops,
-        sample=sample,
+        sampler=make_sampler(config, inputs, layout, program.stops, sample),
         reward=compile_reward(layout, sample.out, **rewards, report=report, name=f"reward of {name}"),
         batch_size=config.eval.batch_size,
     )
@@ -141,6 +136,11 @@ def make_evaluator(
 def evaluation_metrics(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     """Mean score by data source, verl's names: `val-core/SOURCE/reward/mean@n`, and per function where there are
     several; its 95% interval from `val-aux/SOURCE/reward/low95` to `high95`.
+
+    Of several responses to a prompt also `best@k` for k = 2, 4, … n: the expected best score of k of them (`best_of`),
+    named `pass@k` as well where every score is 0 or 1; and, where a reward says what it has read as the answer
+    (`pred` beside the score), `maj@n`: the score of the answer given most often (`majority`). Each with its interval,
+    `val-aux/SOURCE/reward/best@k/low95` and so on.
 
     A failed reward counts as 0 (held-out accuracy is not allowed to rise because answers crash the scorer), and is
     counted in `val-aux/SOURCE/failed_ratio`.
@@ -153,13 +153,21 @@ def evaluation_metrics(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     metrics: dict[str, float] = {}
     for source in dict.fromkeys(row["data_source"] for row in rows):
         own = [row for row in rows if row["data_source"] == source]
-        problems = len({row["uid"] for row in own})
-        n = len(own) // problems
-        metrics[f"val-aux/{source}/problems"] = float(problems)
+        by_problem: dict[int, list[Mapping[str, Any]]] = {}
+        for row in own:
+            by_problem.setdefault(row["uid"], []).append(row)
+        problems, n = list(by_problem.values()), len(own) // len(by_problem)
+        metrics[f"val-aux/{source}/problems"] = float(len(problems))
         metrics[f"val-core/{source}/reward/mean@{n}"] = _mean([row["score"] or 0.0 for row in own])
-        if problems > 1:
+        if len(problems) > 1:
             _, low, high = score_interval(own)
             metrics |= {f"val-aux/{source}/reward/low95": low, f"val-aux/{source}/reward/high95": high}
+        for name, values in _of_several(problems, n).items():
+            metrics[f"val-core/{source}/reward/{name}"] = _mean(values)
+            if len(problems) > 1:
+                _, low, high = score_interval([{"uid": i, "score": value} for i, value in enumerate(values)])
+                aux = f"val-aux/{source}/reward/{name}"
+                metrics |= {f"{aux}/low95": low, f"{aux}/high95": high}
         functions = list(dict.fromkeys(name for row in own for name in row["scores"]))
         for name in functions if len(functions) > 1 else ():
             metrics[f"val-aux/{source}/{name}/mean@{n}"] = _mean(
@@ -173,9 +181,69 @@ def evaluation_metrics(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
         for name, values in sorted(extras.items()):
             metrics[f"val-aux/{source}/{name}/mean@{n}"] = _mean(values)
         metrics[f"val-aux/{source}/response_length/mean"] = _mean([row["length"] for row in own])
+        if any(row.get("num_turns", 1) != 1 for row in own):
+            metrics[f"val-aux/{source}/num_turns/mean"] = _mean([row["num_turns"] for row in own])
         metrics[f"val-aux/{source}/truncated_ratio"] = _mean([row["finish_reason"] == "length" for row in own])
         metrics[f"val-aux/{source}/failed_ratio"] = _mean([row["score"] is None for row in own])
     return metrics
+
+
+def _of_several(problems: Sequence[Sequence[Mapping[str, Any]]], n: int) -> dict[str, list[float]]:
+    """What n responses together are worth, problem by problem."""
+    if n < 2:
+        return {}
+    scores = [[row["score"] or 0.0 for row in rows] for rows in problems]
+    found = {}
+    right_or_wrong = all(score in (0.0, 1.0) for own in scores for score in own)
+    for k in sorted({n, *(2**i for i in range(1, n.bit_length()) if 2**i <= n)}):
+        found[f"best@{k}"] = [best_of(own, k) for own in scores]
+        if right_or_wrong:
+            found[f"pass@{k}"] = found[f"best@{k}"]
+    answers = [[_answer(row) for row in rows] for rows in problems]
+    if any(answer is not None for own in answers for answer in own):
+        found[f"maj@{n}"] = [majority(own, answer) for own, answer in zip(scores, answers, strict=True)]
+    return found
+
+
+def _answer(row: Mapping[str, Any]) -> str | None:
+    """What the first reward that says so has read as the answer."""
+    named = (value for name, value in row["extras"].items() if name.rpartition("/")[2] == "pred")
+    return next((str(value) for value in named if value is not None), None)
+
+
+def best_of(scores: Sequence[float], k: int) -> float:
+    """The expected best of k of the n scores, drawn without replacement, unbiased for k fresh ones: with the scores in
+    order, Σ_i s_i · C(i − 1, k − 1) / C(n, k). Of scores 0 and 1 that is pass@k = 1 − C(wrong, k) / C(n, k) (Chen et
+    al. 2021, https://arxiv.org/abs/2107.03374).
+
+    Raises:
+      ValueError: k is not from 1 to n.
+
+    >>> best_of([1.0, 0.0, 0.0, 0.0], 2), best_of([0.2, 0.6], 2)
+    (0.5, 0.6)
+    """
+    if not 1 <= k <= len(scores):
+        raise ValueError(f"the best of {k} of {len(scores)} scores")
+    ordered = sorted(scores)
+    ways = math.comb(len(ordered), k)
+    return sum(score * (math.comb(i, k - 1) / ways) for i, score in enumerate(ordered))
+
+
+def majority(scores: Sequence[float], answers: Sequence[str | None]) -> float:
+    """The mean score of the responses with the answer that most of them give (Wang et al. 2022,
+    https://arxiv.org/abs/2203.11171); of the answers that tie, the mean. None is no answer and gets no votes; 0 where
+    nobody has one.
+
+    >>> majority([1.0, 0.0, 0.0], ["7", "8", "8"]), majority([1.0, 0.0], ["7", "8"]), majority([0.0], [None])
+    (0.0, 0.5, 0.0)
+    """
+    by_answer: dict[str, list[float]] = {}
+    for score, answer in zip(scores, answers, strict=True):
+        if answer is not None:
+            by_answer.setdefault(answer, []).append(score)
+    most = max(map(len, by_answer.values()), default=0)
+    winners = [_mean(own) for own in by_answer.values() if len(own) == most]
+    return _mean(winners)
 
 
 def score_interval(rows: Sequence[Mapping[str, Any]]) -> tuple[float, float, float]:

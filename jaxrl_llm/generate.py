@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxrl_llm.command_line import load_config
+from jaxrl_llm.command_line import load_config, run_config
 from jaxrl_llm.config import Config, from_config_dict
 from jaxrl_llm.errors import UserError, exit_code, leave
 from jaxrl_llm.loading import load_inputs, make_layout, make_models, policy_params, stop_rules
@@ -43,9 +43,7 @@ def config_of(model: str, chat: bool | None = None) -> tuple[Config, str | None]
     """
     if (Path(model) / "checkpoints").is_dir():
         changes: dict[str, Any] = {"data.eval": (), "eval.interval": 0}
-        return load_config(
-            Path(model) / "config.json", changes | ({} if chat is None else {"data.chat_template": chat})
-        ), model
+        return load_config(run_config(model), changes | ({} if chat is None else {"data.chat_template": chat})), model
     from configs import base
 
     raw = base.get_config()
@@ -60,6 +58,7 @@ def generate(
     model: str,
     prompts: Sequence[str],
     *,
+    step: int | None = None,
     samples: int = 1,
     max_new_tokens: int | None = None,
     sampling: Sampling | None = None,
@@ -72,6 +71,7 @@ def generate(
 
     Args:
       model: a run's folder, a Hugging Face folder, a GGUF file or a hub id.
+      step: of the run's checkpoint; None is the newest.
       samples: responses per prompt.
       max_new_tokens: None is 256, or what the model has positions for.
       sampling: temperature 1 by default.
@@ -82,6 +82,8 @@ def generate(
       UserError: no such model, an empty prompt, or more tokens than the model has positions.
     """
     config, run = config_of(model, chat)
+    if step is not None and run is None:
+        raise UserError(f"--step={step}: is of a run's checkpoints, and {model} is no run")
     data = config.data
     tokenizer = load_tokenizer(hf.find_folder(config.model.path))
     ids = [
@@ -110,7 +112,7 @@ def generate(
     config = dataclasses.replace(config, rollout=lengths)
     inputs, layout = load_inputs(config, train=False), make_layout(config)
     actor, _ = make_models(config, inputs, layout)
-    params, step = policy_params(config, actor, layout, inputs.folder, run)
+    params, step = policy_params(config, actor, layout, inputs.folder, run, step)
     chosen = sampling or Sampling()
     how = f"temperature {chosen.temperature:g}" if chosen.temperature else "greedy"
     report(f"{model}, step {step}, {how}" if run else f"{model}, {how}")
@@ -156,6 +158,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m jaxrl_llm.generate", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("prompts", nargs="*", metavar="PROMPT")
     parser.add_argument("--model", required=True, help="a run's folder, a Hugging Face folder, a GGUF file or a hub id")
+    parser.add_argument("--step", type=int, help="the checkpoint of this step of a run instead of the newest")
     parser.add_argument("--file", type=Path, help="a text file with one prompt a line")
     parser.add_argument("--samples", type=int, default=1, help="responses to each prompt")
     parser.add_argument(
@@ -183,6 +186,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         so_far = generate(
             args.model,
             prompts,
+            step=args.step,
             samples=args.samples,
             max_new_tokens=args.max_new_tokens,
             sampling=Sampling(temperature=args.temperature, top_p=args.top_p, top_k=args.top_k),
@@ -207,10 +211,10 @@ def _lines(path: Path | None) -> list[str]:
 def _show(prompts: Sequence[str], samples: int, so_far: Iterator[list[tuple[str, bool]]]) -> None:
     """One response alone is written as it comes; of several each in its turn, as soon as it has ended."""
     alone, shown, done = len(prompts) * samples == 1, 0, 0
-    if alone:
-        print(f"> {prompts[0]}", flush=True)
-    for rows in so_far:
+    for turn, rows in enumerate(so_far):
         if alone:
+            if not turn:
+                print(f"> {prompts[0]}", flush=True)
             # What may still change, a character whose bytes are not all there yet, waits.
             text, ended = rows[0]
             text = text if ended else text.rstrip("\ufffd")

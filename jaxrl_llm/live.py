@@ -11,8 +11,8 @@ from jaxrl_llm.meters import (
     METERS,
     RECENT,
     TimeLeft,
-    held_out_line,
-    held_out_scores,
+    evaluated_line,
+    evaluated_scores,
     preview,
     sample_numbers,
     sparkline,
@@ -38,8 +38,8 @@ class RichDisplay:
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         self._board.step(step, metrics)
-        if evaluated := held_out_scores(metrics):
-            self.note(f"step {step}  {held_out_line(evaluated)}")
+        if evaluated := evaluated_scores(metrics):
+            self.note(f"step {step}  {evaluated_line(evaluated)}")
 
     def note(self, text: str) -> None:
         console = self._live.console
@@ -57,7 +57,7 @@ class RichDisplay:
 
 
 class Board:
-    """The live part: a bar, meters with their course over the steps, held-out scores, the phases' share of a step."""
+    """The live part: a bar, meters with their course over the steps, evaluated scores, the phases' share of a step."""
 
     def __init__(self, name: str, total_steps: int):
         from rich import progress
@@ -85,7 +85,7 @@ class Board:
             if (value := meter.value(metrics)) is not None:
                 self._courses.setdefault(meter.label, []).append(value)
         self._speed = tokens_per_second(metrics) or self._speed
-        for score in held_out_scores(metrics):
+        for score in evaluated_scores(metrics):
             self._scores.setdefault(score.source, []).append((step, score.text, score.mean))
         phases = {name.removeprefix("timing_s/"): x for name, x in metrics.items() if name.startswith("timing_s/")}
         if phases.pop("step", None):
@@ -97,7 +97,7 @@ class Board:
         width = options.max_width
         if self._drawn is None or self._drawn[0] != width:  # once a step, while the bar moves on
             meters = [self._meters(width)] if self._courses else []
-            self._drawn = (width, [*meters, *self._held_out(width), *self._phase_lines(width)])
+            self._drawn = (width, [*meters, *self._evaluated(width), *self._phase_lines(width)])
         yield from self._drawn[1]
 
     def _meters(self, width: int) -> RenderableType:
@@ -125,12 +125,12 @@ class Board:
             grid.add_row(*(part for cell in cells[i : i + columns] for part in cell))
         return grid
 
-    def _held_out(self, width: int) -> Iterator[RenderableType]:
+    def _evaluated(self, width: int) -> Iterator[RenderableType]:
         from rich.text import Text
 
         for source, scores in list(self._scores.items())[:4]:
             (first_step, first, _), (last_step, last, _) = scores[0], scores[-1]
-            line = Text(no_wrap=True, overflow="ellipsis").append("  held out  ", "dim").append(f"{visible(source)} ")
+            line = Text(no_wrap=True, overflow="ellipsis").append("  eval      ", "dim").append(f"{visible(source)} ")
             if last_step != first_step:
                 line.append(f"{first} → ")
             line.append(last, "bold green").append(f" at step {last_step} ")

@@ -70,18 +70,20 @@ def headline(metrics: Mapping[str, float]) -> list[tuple[str, str]]:
     return line
 
 
-class HeldOut(NamedTuple):
-    """A held-out score: of which source, and its 95% interval and the share of failed rewards in words."""
+class Evaluated(NamedTuple):
+    """The score of a source of `data.eval`, with its 95% interval and the share of failed rewards in words, and what
+    else was measured: the several rewards that it is made of, those that are only watched."""
 
     source: str
     mean: float
     text: str
+    others: dict[str, float]
 
 
-def held_out_scores(metrics: Mapping[str, float]) -> list[HeldOut]:
+def evaluated_scores(metrics: Mapping[str, float]) -> list[Evaluated]:
     """What a step's evaluation found, by source.
 
-    >>> held_out_scores({"val-core/sums/reward/mean@1": 0.5, "val-aux/sums/failed_ratio": 0.25})[0].text
+    >>> evaluated_scores({"val-core/sums/reward/mean@1": 0.5, "val-aux/sums/failed_ratio": 0.25})[0].text
     '0.500 (the reward failed on 25%, which count as 0)'
     """
     found = []
@@ -92,12 +94,27 @@ def held_out_scores(metrics: Mapping[str, float]) -> list[HeldOut]:
         text = f"{mean:.3f}" + (f" [{low:.3f}, {high:.3f}]" if low is not None and high is not None else "")
         if failed := metrics.get(f"val-aux/{match[1]}/failed_ratio"):
             text += f" (the reward failed on {failed:.0%}, which count as 0)"
-        found.append(HeldOut(match[1], mean, text))
+        found.append(Evaluated(match[1], mean, text, other_scores(metrics, match[1], mean)))
     return found
 
 
-def held_out_line(scores: Sequence[HeldOut]) -> str:
-    return "held out " + ", ".join(f"{score.source} {score.text}" for score in scores)
+def other_scores(metrics: Mapping[str, float], source: str, mean: float) -> dict[str, float]:
+    """What an evaluation found of a source beside its score, but for what is the same number.
+
+    >>> other_scores({"val-aux/sums/exact/mean@1": 0.5, "val-aux/sums/reward_model/mean@1": 2.0}, "sums", 2.0)
+    {'exact': 0.5}
+    """
+    name = re.compile(rf"val-aux/{re.escape(source)}/([^/]+)/mean@\d+")
+    found = {match[1]: value for key, value in metrics.items() if (match := name.fullmatch(key)) and finite(value)}
+    return {name: value for name, value in found.items() if value != mean}
+
+
+def evaluated_line(scores: Sequence[Evaluated]) -> str:
+    def text(score: Evaluated) -> str:
+        others = ", ".join(f"{name} {value:.3f}" for name, value in score.others.items())
+        return f"{score.source} {score.text}" + (f" ({others})" if others else "")
+
+    return "eval " + ", ".join(map(text, scores))
 
 
 def tokens_per_second(metrics: Mapping[str, float]) -> float:

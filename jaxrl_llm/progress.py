@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, TextIO
 
 from jaxrl_llm.live import RichDisplay
-from jaxrl_llm.meters import TimeLeft, headline, held_out_line, held_out_scores, preview, sample_numbers, visible
+from jaxrl_llm.meters import TimeLeft, evaluated_line, evaluated_scores, headline, preview, sample_numbers, visible
 
 
 class Display(Protocol):
@@ -56,10 +56,10 @@ class PlainDisplay:
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         left, numbers = self._time_left.after(step, metrics), headline(metrics)
-        evaluated = held_out_scores(metrics)
+        evaluated = evaluated_scores(metrics)
         if step % self._log_interval == 0 or step == self._total_steps or evaluated:
             parts = [f"{label} {text}" for label, text in numbers]
-            parts += [held_out_line(evaluated)] if evaluated else []
+            parts += [evaluated_line(evaluated)] if evaluated else []
             parts += [f"left {left}"] if left else []
             self._print(f"step {step:>{len(str(self._total_steps))}}/{self._total_steps}  " + "  ".join(parts))
 

@@ -25,7 +25,7 @@ from typing import Any
 from jaxrl_llm.config import unresolve
 from jaxrl_llm.errors import StorageError, UserError, exit_code
 from jaxrl_llm.report_charts import CHARTS, PHASES
-from jaxrl_llm.report_numbers import held_out, seconds_text, tiles
+from jaxrl_llm.report_numbers import evaluated, seconds_text, tiles
 from jaxrl_llm.run_files import read_jsonl, replace_file, storage
 
 POINTS = 500  # of a curve; a longer run is drawn as means of so many steps each
@@ -94,7 +94,7 @@ def collect(run: Path) -> Row:
         "why": end.get("why", ""),
         "written": time.strftime("%Y-%m-%d %H:%M:%S %Z"),
         "tiles": tiles(metrics, phases, last, total),
-        "held_out": held_out(metrics),
+        "evaluated": evaluated(metrics),
         "phases": phases,
         "has_curves": bool(data["charts"]),
         "per_point": data["per_point"],

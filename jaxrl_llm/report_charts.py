@@ -34,7 +34,7 @@ CHARTS = (
         "share",
     ),
     Chart("Learning", "Scores of pairs", "means", (("train/chosen", "better"), ("train/rejected", "worse"))),
-    Chart("Learning", "Held-out score", "with 95% interval", ((r"val-core/(.+)/reward/mean@(\d+)", r"\1"),)),
+    Chart("Learning", "Evaluation score", "with 95% interval", ((r"val-core/(.+)/reward/mean@(\d+)", r"\1"),)),
     Chart("Learning", "Rewards by function", "means, unweighted", ((r"rewards/(.+)/mean", r"\1"),), at_least=2),
     Chart(
         "Learning",

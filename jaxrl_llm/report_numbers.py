@@ -6,11 +6,13 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from jaxrl_llm.meters import other_scores
+
 Row = dict[str, Any]
 
 
 class Score(NamedTuple):
-    """A held-out score and its 95% interval, where it is known."""
+    """A score of an evaluation and its 95% interval, where it is known."""
 
     step: int
     mean: float
@@ -18,11 +20,12 @@ class Score(NamedTuple):
     high: float | None
 
 
-def held_out(metrics: Sequence[Mapping[str, Any]]) -> list[Row]:
-    """The first and the last held-out score of each source: source, responses per problem, problems, first, last.
+def evaluated(metrics: Sequence[Mapping[str, Any]]) -> list[Row]:
+    """The first and the last evaluation's score of each source: source, responses per problem, problems, first, last,
+    and what else was measured at the last.
 
     >>> lines = [{"step": 0, "val-core/sums/reward/mean@1": 0.2, "val-aux/sums/problems": 100}]
-    >>> held_out(lines)[0]["first"]
+    >>> evaluated(lines)[0]["first"]
     Score(step=0, mean=0.2, low=None, high=None)
     """
     found: dict[str, Row] = {}
@@ -35,6 +38,7 @@ def held_out(metrics: Sequence[Mapping[str, Any]]) -> list[Row]:
             score = Score(line["step"], mean, *(line.get(f"{aux}/reward/{side}95") for side in ("low", "high")))
             row = found.setdefault(name, {"source": match[1], "n": int(match[2]), "first": score})
             row |= {"last": score, "problems": line.get(f"{aux}/problems"), "failed": line.get(f"{aux}/failed_ratio")}
+            row["others"] = other_scores(line, match[1], mean)
     for row in found.values():
         scores = list(dict.fromkeys((row["first"], row["last"])))
         ends = [x for score in scores for x in score[1:] if x is not None]
@@ -59,9 +63,8 @@ def tiles(metrics: Sequence[Row], phases: Sequence[Row], last: int, total: int) 
             few = max(1, min(20, len(values) // 5))
             before, after = sum(values[:few]) / few, sum(values[-few:]) / few
             remark = f"mean of the first and the last {few} steps" if few > 1 else "first and last step"
-            failed = [line.get("reward/failed_ratio") or 0.0 for line in metrics if line.get(name) is not None]
-            if label == "reward" and any(failed):
-                remark += f"; failed on {sum(failed) / len(failed):.1%} of the responses"
+            if label == "reward" and (failed := failed_share(metrics)):
+                remark += f"; failed on {failed:.1%} of the responses"
             found.append({"label": label, "text": f"{before:.3f} → {after:.3f}", "remark": remark})
     if training:
         most = max(phases, key=lambda phase: phase["seconds"], default=None)
@@ -70,6 +73,12 @@ def tiles(metrics: Sequence[Row], phases: Sequence[Row], last: int, total: int) 
         remark = f"{training / len(steps):.3g} s a step, without evaluation"
         found.append({"label": "throughput", "text": f"{tokens / training:,.0f} tokens/s", "remark": remark})
     return found
+
+
+def failed_share(metrics: Sequence[Mapping[str, Any]]) -> float:
+    """On what share of the responses in training the reward failed."""
+    found = [line.get("reward/failed_ratio") or 0.0 for line in metrics if line.get("critic/score/mean") is not None]
+    return sum(found) / len(found) if found else 0.0
 
 
 def duration(seconds: float) -> str:

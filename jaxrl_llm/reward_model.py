@@ -178,22 +178,29 @@ def make_pair_evaluator(
     return PairEvaluator(inputs.held_out, pairs, layout, size, compiled)
 
 
-def evaluate_pairs(config: Config, run: str | Path, report: Callable[[str], None]) -> list[dict[str, Any]]:
-    """The held-out pairs as the newest checkpoint of a run puts them in order, one row a pair (`PairEvaluator`).
+def evaluate_pairs(
+    config: Config, run: str | Path | None, report: Callable[[str], None], step: int | None = None
+) -> list[dict[str, Any]]:
+    """The pairs of `data.eval` as a run's checkpoint (of `step`; None: the newest), or without a run the config's model
+    puts them in order, one row a pair (`PairEvaluator`).
 
     Raises:
       UserError, StorageError: as when a run is started.
     """
     inputs, layout = load_inputs(config, train=False), make_layout(config)
     model = make_reward_model(config, inputs, layout)
-    params, step = policy_params(config, model, layout, inputs.folder, run)
-    report(f"checkpoint of step {step}")
+    params, step = policy_params(config, model, layout, inputs.folder, run, step)
+    if run is not None:
+        report(f"checkpoint of step {step}")
     view = jax.jit(partial(sampler_view, config))(params)
     return make_pair_evaluator(config, inputs, layout, model, view, report)(view, step)[1]
 
 
 class RewardModelRun(SupervisedRun):
     """A run like that of `fit`, whose step reads pairs of responses instead of sampling and scoring."""
+
+    def _open_rewards(self) -> Inputs:  # its evaluation is of pairs
+        return self._inputs
 
     def _make_scorer(self) -> tuple[None, Inputs]:
         return None, self._inputs

@@ -14,7 +14,8 @@ from jaxrl_llm.compiled import Compiled, CompiledTraining, compile_training
 from jaxrl_llm.config import Config
 from jaxrl_llm.data import PromptBatch
 from jaxrl_llm.errors import exit_code
-from jaxrl_llm.evaluation import Evaluator
+from jaxrl_llm.evaluation import Evaluators
+from jaxrl_llm.loading import Inputs
 from jaxrl_llm.sharding import abstract_like
 from jaxrl_llm.steps.step import ACTOR
 from jaxrl_llm.timers import host_metrics
@@ -29,8 +30,14 @@ class SupervisedRun(Run):
         """The finished batch of these prompts and what their records hold, on the host."""
         raise NotImplementedError
 
-    def _make_evaluator(self, update_weights: Compiled) -> Evaluator | None:
+    def _open_rewards(self) -> Inputs:  # which only score what is held out
+        return self._inputs if self._inputs.held_out is None else super()._open_rewards()
+
+    def _make_evaluator(self, update_weights: Compiled) -> Evaluators | None:
         return self._compile_evaluator(update_weights)
+
+    def _try_out(self) -> None:
+        self._batch(self._data.batch(0, self.config.data.train_batch_size))
 
     def _compile(self) -> None:
         self._note("compiling the update (once, before the first step)")

@@ -7,7 +7,7 @@ import itertools
 import json
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -38,6 +38,10 @@ def load_tokenizer(path_or_id: str | Path) -> PreTrainedTokenizerFast:
         raise UserError(f"tokenizer: {str(path_or_id)!r} is not a folder")
     if is_folder and not any((folder / name).exists() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")):
         found = ", ".join(sorted(file.name for file in folder.iterdir())[:10]) or "nothing"
+        if (folder / "adapter_config.json").exists():
+            found += "; a LoRA adapter is no model: jaxrl_llm.export without --adapter writes the two merged"
+        elif (folder / "checkpoints").is_dir():
+            found += "; a run is no model: jaxrl_llm.export writes one of it"
         raise UserError(f"tokenizer: no tokenizer.json in {str(folder)!r} (found: {found})")
     # transformers' advice to install PyTorch would be the first line that a user sees, and it is wrong here.
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
@@ -149,6 +153,50 @@ def render_exchange(
     return _begun(ids, control)
 
 
+def render_observation(
+    tokenizer: PreTrainedTokenizerFast,
+    prompt: str | Chat,
+    message: Mapping[str, Any],
+    *,
+    end_ids: Collection[int],
+    turn_ended: bool,
+    chat_template: bool = True,
+    template_kwargs: Mapping[str, Any] | None = None,
+) -> list[int]:
+    """The ids that stand between a turn that was sampled and the next one: the end of that turn, if it has not got one,
+    the message in between, and what begins the next turn. The sampled ids themselves are never encoded again.
+
+    With `chat_template` they are what the template writes behind an assistant's turn; without, the message's text.
+
+    Args:
+      prompt: what the conversation began with.
+      message: of the environment, {"role": "tool", "content": "7"}.
+      end_ids: the model's end tokens.
+      turn_ended: whether the sampled turn ended with one of them.
+
+    Raises:
+      UserError: the template refuses the message, leaves out the turn before it, or ends that without an end token.
+    """
+    control = _control_tokens(tokenizer)
+    if not chat_template:
+        return _encode_plain(tokenizer, str(message["content"]), control)
+    opening = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+    unused = next(chr(code) for code in reversed(PRIVATE_USE) if chr(code) not in str((opening, message)))
+    messages = _messages([*opening, {"role": "assistant", "content": unused}, message], None)
+    text, spelled = _chat_text(tokenizer, messages, template_kwargs or {}, control)
+    _, found, behind = text.partition(unused)
+    if not found:
+        raise UserError("the chat template leaves out an assistant's turn that a message follows")
+    ids = _encode_chat(tokenizer, behind, spelled, control)
+    end = next((at for at, i in enumerate(ids) if i in end_ids), None)
+    if end is None:
+        raise UserError(
+            "the chat template ends an assistant's turn without an end token of the model, so that no message can "
+            f"follow it (end tokens: {sorted(end_ids)})"
+        )
+    return ids[end + turn_ended :]
+
+
 def encode_response(tokenizer: PreTrainedTokenizerFast, text: str, eos_id: int) -> list[int]:
     """The ids of a response to be learned: plain text, which never becomes a control token, and the end."""
     return [*_encode_plain(tokenizer, text, _control_tokens(tokenizer)), eos_id]
@@ -173,7 +221,13 @@ def _messages(prompt: str | Chat, system_prompt: str | None) -> list[dict[str, A
 def _render_chat(
     tokenizer: PreTrainedTokenizerFast, messages: list[dict], template_kwargs: Mapping[str, Any], control: _Control
 ) -> list[int]:
-    """Control tokens in the messages are swapped for marks while the template renders, and come back as plain text."""
+    return _encode_chat(tokenizer, *_chat_text(tokenizer, messages, template_kwargs, control), control)
+
+
+def _chat_text(
+    tokenizer: PreTrainedTokenizerFast, messages: list[dict], template_kwargs: Mapping[str, Any], control: _Control
+) -> tuple[str, dict[str, str]]:
+    """What the template writes, with control tokens that the messages spell swapped for marks, and those marks."""
     import jinja2
 
     try:
@@ -189,6 +243,13 @@ def _render_chat(
             raise UserError("the tokenizer has no chat template; set data.chat_template=False") from error
         raise UserError(f"the chat template fails: {type(error).__name__}: {error}") from error
     assert isinstance(text, str)
+    return text, spelled
+
+
+def _encode_chat(
+    tokenizer: PreTrainedTokenizerFast, text: str, spelled: Mapping[str, str], control: _Control
+) -> list[int]:
+    """The ids of (a part of) what a template wrote; what marks stand for comes back as plain text."""
     if not spelled:  # the usual case, and token for token what transformers does
         ids = list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
         written = [control.ids[match[0]] for match in control.pattern.finditer(text)]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import shutil
 import warnings
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple, Self
@@ -18,11 +19,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxrl_llm.checkpoint import Checkpoints
+from jaxrl_llm.collect import Collector, open_rewards, try_out
 from jaxrl_llm.compiled import Compiled, CompiledTraining, compile_step
 from jaxrl_llm.config import Config, notices, resume_differences, to_json
+from jaxrl_llm.curriculum import Curriculum
 from jaxrl_llm.data import PromptBatch, PromptData, epoch_steps
-from jaxrl_llm.errors import RunAborted, UserError
-from jaxrl_llm.evaluation import Evaluator, make_evaluator, response_texts, score_texts
+from jaxrl_llm.errors import RunAborted, StorageError, UserError
+from jaxrl_llm.evaluation import Evaluators, make_evaluators
 from jaxrl_llm.loading import (
     Inputs,
     abstract_state,
@@ -38,12 +41,12 @@ from jaxrl_llm.models.hf_export import export_policy
 from jaxrl_llm.models.lora import count
 from jaxrl_llm.reward_scorer import RewardScorer, make_scorer
 from jaxrl_llm.rewards import Scores
+from jaxrl_llm.samplers import make_sampler
 from jaxrl_llm.samples import rollout_rows, sample_rows
 from jaxrl_llm.sharding import abstract_like
 from jaxrl_llm.steps.phases import Program
-from jaxrl_llm.steps.sampling import Sampling
 from jaxrl_llm.timers import Timers, host_metrics
-from jaxrl_llm.types import Batch, RunState, check_batch
+from jaxrl_llm.types import Batch, RunState
 from jaxrl_llm.writers import RunWriter, check_loggers, machine_facts, previous_config
 
 Metrics = dict[str, float]
@@ -68,7 +71,7 @@ class Stepped(NamedTuple):
     metrics: Metrics
     batch: Batch
     given: PromptBatch
-    texts: list[str]  # B responses
+    texts: list[str]  # B responses, as people see them
     scored: Scores | None  # None where nothing was scored
 
 
@@ -84,7 +87,19 @@ class Run:
         self._workdir = None if workdir is None else Path(workdir)
         if self._workdir and self._workdir.exists() and not self._workdir.is_dir():
             raise UserError(f"--workdir {workdir}: is a file; expected a folder, or nothing yet")
+        self._writer, self._checkpoints = None, None
         self._inputs = load_inputs(config)
+        try:
+            self._start(workdir)
+        except BaseException as error:
+            self.close(error)
+            raise
+        self._steps = self._run()
+
+    def _start(self, workdir: str | Path | None) -> None:
+        """All that comes before the first step. The rewards' workers start up while models are read."""
+        config = self.config
+        self._inputs = self._open_rewards()
         assert self._inputs.train is not None
         self._data = self._inputs.train
         epochs = epoch_steps(len(self._data), config.data.train_batch_size, config.trainer.epochs)
@@ -92,15 +107,17 @@ class Run:
         self._layout = make_layout(config)
         self._scorer, self._inputs = self._make_scorer()
         self._program = self._make_program()
+        self._try_out()
         self._checkpoints, changed = self._open_checkpoints(workdir)
         resumed = self._checkpoints.latest_step() if self._checkpoints else None
+        self._curriculum = self._make_curriculum()
         self._state, self._cursor = self._restore(resumed)
+        try_out(self._inputs)
         if self._scorer:
             self._scorer.load()
         self.step = int(self._state.step)
         # Opened last: a start that fails leaves the folder as it was.
         last = -1 if resumed is None else resumed
-        self._writer = None
         if workdir:
             machine = machine_facts()
             self._writer = RunWriter(workdir, config, total_steps=self.total_steps, resumed_step=last, machine=machine)
@@ -111,39 +128,24 @@ class Run:
         for line in changed:
             self._note(line)
         self._timers = Timers()
-        try:
-            if self.step < self.total_steps:
-                if self._scorer:
-                    self._scorer.compile(self._note)
-                self._compile()
-            else:
-                self._note(f"nothing is left to do: step {self.step} of {self.total_steps} is done (trainer.steps)")
-        except BaseException as error:
-            self.close(error)
-            raise
-        self._steps = self._run()
+        if self.step < self.total_steps:
+            if self._scorer:
+                self._scorer.compile(self._note)
+            self._compile()
+        else:
+            self._note(f"nothing is left to do: step {self.step} of {self.total_steps} is done (trainer.steps)")
 
     # The step
 
     def _step(self) -> Stepped:
         phases, program, state, timer, config = self._phases, self._program, self._state, self._timers, self.config
-        number, greedy = np.int32(self.step), None
-        with timer("data") as wait:
-            given = self._data.batch(self._cursor, config.data.train_batch_size)
-            prompts = wait(self._layout.put_rows(given.prompts))
+        number = np.int32(self.step)
         with timer("update_weights") as wait:
             view = wait(phases.update_weights(program.policy(state)))
-        with timer("gen") as wait:
-            batch = wait(phases.gen(view, prompts, self._program.stops, number))
-        if phases.gen_max:
-            with timer("gen_max") as wait:
-                greedy = wait(phases.gen_max(view, prompts, self._program.stops, number))
+        # The phases data, gen, gen_max and reward, more than once where prompts without spread are replaced.
+        collected = self._collect(view, self.step, self._cursor, self._curriculum)
+        batch, given, scored = collected.batch, collected.given, collected.scored
         del view
-        with timer("reward") as wait:
-            if greedy is not None and phases.reward_max:
-                greedy, _, _ = self._reward(phases.reward_max, greedy, given)
-            batch, texts, scored = self._reward(phases.reward, batch, given, greedy)
-            wait(batch)
         if phases.old_log_prob:
             with timer("old_log_prob") as wait:
                 batch = wait(phases.old_log_prob(program.policy(state), batch))
@@ -166,20 +168,12 @@ class Run:
             with timer("update_reference") as wait:
                 moved = phases.update_reference(state.reference, self._state.actor.params, np.int32(self.step + 1))
                 self._state = self._state.replace(reference=wait(moved))
-        self.step, self._cursor = self.step + 1, given.cursor
+        self.step, self._cursor, self._curriculum = self.step + 1, given.cursor, collected.curriculum
         done = jax.device_put(np.int32(self.step), self._layout.replicated)
         self._state = self._state.replace(kl_coef=kl_coef, step=done)
         extras = [extras for extras, valid in zip(scored.extras, scored.valid, strict=True) if valid]
-        numbers = host_metrics(metrics, updated) | extras_metrics(extras)
-        return Stepped(numbers, batch, given, texts, scored)
-
-    def _reward(
-        self, reward: Compiled, batch: Batch, given: PromptBatch, greedy: Batch | None = None
-    ) -> tuple[Batch, list[str], Scores]:
-        check_batch(batch, n=batch.n, vocab_size=self._program.actor_model.vocab_size)
-        texts = response_texts(batch, self._inputs.tokenizer, self._program.stops, self.config.rollout.stop)
-        scored = score_texts(self._inputs.rewards, given, texts)
-        return reward(batch, *self._layout.put_rows((scored.scores, scored.valid)), greedy), texts, scored
+        numbers = host_metrics(metrics, updated) | extras_metrics(extras) | collected.metrics
+        return Stepped(numbers, batch, given, collected.sampled.shown, scored)
 
     def _train(self, role: str, training: CompiledTraining, batch: Batch, step: np.int32) -> list[Any]:
         """The phase's updates one after the other; their metrics.
@@ -247,7 +241,9 @@ class Run:
         self.close(error)
 
     def close(self, error: BaseException | None = None) -> None:
-        """Closes the run's files, which say how it ended (by `error`, if there was one); the state stays."""
+        """Ends the rewards' workers and closes the run's files, which say how it ended (by `error`, if there was one);
+        the state stays."""
+        self._inputs.rewards.close()
         if self._writer:
             writer, self._writer = self._writer, None
             writer.close(error)
@@ -260,11 +256,17 @@ class Run:
 
     # Before the first step
 
+    def _open_rewards(self) -> Inputs:
+        return open_rewards(self.config, self._inputs)
+
     def _make_scorer(self) -> tuple[RewardScorer | None, Inputs]:
         return make_scorer(self.config, self._inputs, self._layout)
 
     def _make_program(self) -> Program:
         return build_program(self.config, self._inputs, self._layout, self.total_steps)
+
+    def _try_out(self) -> None:
+        """Finds out what is wrong with the records, beside what `load_inputs` does, before anything is written."""
 
     def _open_checkpoints(self, workdir: str | Path | None) -> tuple[Checkpoints | None, list[str]]:
         """The checkpoints, and how the configuration differs from that of the run in the folder."""
@@ -283,12 +285,21 @@ class Run:
             return initial_state(self._program, self._inputs), 0
         state = abstract_state(self._program)
         state, meta = self._checkpoints.restore(state, step)
+        if self._curriculum is not None:
+            try:
+                self._curriculum = self._curriculum.with_json(meta["curriculum"])
+            except (KeyError, ValueError) as error:
+                where = self._workdir / "checkpoints" / str(step) if self._workdir else step
+                raise StorageError(f"{where}: does not fit the data: {error}") from error
         return state.replace(base=frozen_base(self._program, self._inputs)), int(meta["cursor"])
 
     def _save(self) -> None:
         if self._checkpoints and self.step not in self._checkpoints.steps():
             state = self._state.replace(base=None)  # what the model's folder has need not be kept again
-            self._checkpoints.save(self.step, state, {"cursor": self._cursor, "config": to_json(self.config)})
+            meta: dict[str, Any] = {"cursor": self._cursor, "config": to_json(self.config)}
+            if self._curriculum is not None:
+                meta["curriculum"] = self._curriculum.to_json()
+            self._checkpoints.save(self.step, state, meta)
 
     def _compile(self) -> None:
         self._note("compiling the phases (once, before the first step)")
@@ -296,19 +307,41 @@ class Run:
         prompts = layout.put_rows(self._data.batch(self._cursor, self.config.data.train_batch_size).prompts)
         rewards = {"weights": tuple(inputs.rewards.weights.tolist()), "jax_rewards": inputs.rewards.jax_functions}
         self._phases = compile_step(program, self._state, abstract_like(prompts), **rewards, report=self._note)
+        sampler, config = partial(make_sampler, self.config, inputs, layout, program.stops), self.config
+        self._collect = Collector(
+            config,
+            self._data,
+            inputs.rewards,
+            self._phases,
+            sampler=sampler(self._phases.gen),
+            greedy_sampler=sampler(self._phases.gen_max) if self._phases.gen_max else None,
+            layout=layout,
+            vocab_size=program.actor_model.vocab_size,
+            timers=self._timers,
+        )
         self._evaluator = self._compile_evaluator(self._phases.update_weights)
 
-    def _compile_evaluator(self, update_weights: Compiled) -> Evaluator | None:
+    def _compile_evaluator(self, update_weights: Compiled) -> Evaluators | None:
         self._update_weights = update_weights
         if self._inputs.held_out is None:
             return None
-        return make_evaluator(
-            self._program,
-            self._inputs,
-            update_weights.out,
-            n=self.config.eval.n,
-            sampling=Sampling(temperature=self.config.eval.temperature),
-            report=self._note,
+        return make_evaluators(self._program, self._inputs, update_weights.out, report=self._note)
+
+    def _make_curriculum(self) -> Curriculum | None:
+        settings = self.config.data.curriculum
+        if settings.sampler == "uniform":
+            return None
+        if len(self._data) < self.config.data.train_batch_size:
+            raise UserError(
+                f"config.data.curriculum.sampler = {settings.sampler!r}: draws different prompts, and there are "
+                f"{len(self._data)} for config.data.train_batch_size = {self.config.data.train_batch_size}"
+            )
+        return Curriculum.new(
+            len(self._data),
+            sampler=settings.sampler,
+            smoothing=settings.smoothing,
+            floor=settings.floor,
+            seed=self.config.seed,
         )
 
     # After a step
@@ -317,15 +350,19 @@ class Run:
         if self._evaluator is None:
             return {}
         with self._timers("testing"):
-            metrics, _ = self._evaluator(self._update_weights(self._program.policy(self._state)), self.step)
+            metrics, rows = self._evaluator(self._update_weights(self._program.policy(self._state)), self.step)
+        if self._writer and self.config.eval.responses:
+            self._writer.evaluation(self.step, rows)
         return metrics
 
     def _why_stop(self, stepped: Stepped) -> str:
         """Why the run cannot learn any more; "" if it can."""
-        if stepped.scored and stepped.metrics["reward/failed_ratio"] == 1:
+        ratio, most = stepped.metrics.get("reward/failed_ratio", 0.0), self.config.reward.max_failed_ratio
+        if stepped.scored and (ratio == 1 or ratio > most):
             failures = stepped.scored.failures
             first = failures[0] if failures else "a JAX reward's score was not finite"
-            return f"the reward failed on every response; the first failure:\n{first}"
+            where = "every response" if ratio == 1 else f"{ratio:.0%} of the responses (reward.max_failed_ratio={most})"
+            return f"the reward failed on {where}; the first failure:\n{first}"
         for role, trained in (("actor", self._state.actor), ("critic", self._state.critic)):
             skipped = int(trained.skipped) if trained else 0
             if skipped >= self.config.trainer.max_skipped_updates:
@@ -339,7 +376,8 @@ class Run:
         _, batch, given, texts, scored = stepped
         if self._writer is None or scored is None:
             return
-        if scored.failures and not self._told_of_failures:
+        # Where every response failed, the error that ends the run tells why.
+        if scored.failures and not self._told_of_failures and scored.num_failed < len(texts):
             self._told_of_failures = True
             failed = f"the reward failed on {scored.num_failed} of {len(texts)} responses"
             first = f"the first, of {len(scored.failures)}: {scored.failures[0]}"

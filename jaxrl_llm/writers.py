@@ -21,7 +21,7 @@ from jaxrl_llm.errors import StorageError, UserError
 from jaxrl_llm.loggers import STATE, Logger, check_loggers, open_loggers
 from jaxrl_llm.progress import make_display
 from jaxrl_llm.report import write_report
-from jaxrl_llm.report_numbers import Score, held_out
+from jaxrl_llm.report_numbers import Score, evaluated, failed_share
 from jaxrl_llm.run_files import append_jsonl, keep_steps, read_jsonl, replace_file, storage, to_line
 
 __all__ = ["RunWriter", "check_loggers", "machine_facts", "previous_config", "read_jsonl"]
@@ -34,10 +34,17 @@ def previous_config(workdir: str | Path) -> Config | None:
     """The configuration of the run in `workdir`, or None if there is no run.
 
     Raises:
-      UserError: its config.json does not hold a valid configuration.
+      UserError: its config.json does not hold a valid configuration, or there is none beside other files.
     """
     path = Path(workdir) / "config.json"
     if not path.exists():
+        there = sorted(x.name for x in Path(workdir).iterdir() if x.name[0] != ".") if path.parent.is_dir() else []
+        if there:
+            more = f" and {len(there) - 3} more" if len(there) > 3 else ""
+            raise UserError(
+                f"--workdir={workdir}: holds no run (no config.json) but {', '.join(there[:3])}{more}; expected "
+                "a folder that is not there yet, an empty one, or a run's, which goes on"
+            )
         return None
     try:
         text = path.read_text(encoding="utf-8")
@@ -108,7 +115,7 @@ class RunWriter:
             replace_file(self.workdir / "config.json", to_json(config) + "\n")
             for name in ("metrics.jsonl", "samples.jsonl"):
                 keep_steps(self.workdir / name, resumed_step)
-            for path in self.workdir.glob("rollouts/*.jsonl"):
+            for path in [*self.workdir.glob("rollouts/*.jsonl"), *self.workdir.glob("evaluations/*.jsonl")]:
                 if int(path.stem) > resumed_step:
                     path.unlink()
         self._loggers = open_loggers(config, self.workdir, resumed_step + 1)
@@ -159,10 +166,17 @@ class RunWriter:
 
     def rollouts(self, step: int, rows: Iterable[Mapping[str, Any]]) -> None:
         """Every response of a step, one a line, in rollouts/STEP.jsonl; arrays become lists."""
-        path = self.workdir / "rollouts" / f"{step}.jsonl"
+        self._write_rows("rollouts", step, rows)
+
+    def _write_rows(self, folder: str, step: int, rows: Iterable[Mapping[str, Any]]) -> None:
+        path = self.workdir / folder / f"{step}.jsonl"
         with storage(path):
             path.parent.mkdir(exist_ok=True)
             replace_file(path, "".join(to_line({"step": step, **row}) for row in rows))
+
+    def evaluation(self, step: int, rows: Iterable[Mapping[str, Any]]) -> None:
+        """Every response of an evaluation and its scores, one a line, in evaluations/STEP.jsonl."""
+        self._write_rows("evaluations", step, rows)
 
     def note(self, text: str) -> None:
         """A sentence for the person who watches."""
@@ -225,7 +239,10 @@ class RunWriter:
         """The last lines that a person sees: what was reached, where it is, what may come next."""
         run = shlex.quote(str(self.workdir))
         metrics = self.workdir / "metrics.jsonl"
-        lines = [f"held out: {_scores(row)}" for row in held_out(read_jsonl(metrics))] if metrics.exists() else []
+        found = read_jsonl(metrics) if metrics.exists() else []
+        lines = [f"eval: {_scores(row)}" for row in evaluated(found)]
+        if failed := failed_share(found):
+            lines.append(f"the reward failed on {failed:.1%} of the responses in training (events.jsonl tells why)")
         if self._config.logging.report:
             lines.append(f"report: {self.workdir / 'report.html'}")
         steps = [int(path.name) for path in self.workdir.glob("checkpoints/*") if path.name.isdigit()]
@@ -241,8 +258,8 @@ class RunWriter:
 def _scores(row: Mapping[str, Any]) -> str:
     """
     >>> first, last = Score(0, 0.2, None, None), Score(60, 0.71, 0.62, 0.79)
-    >>> _scores({"source": "sums", "first": first, "last": last, "problems": 100.0})
-    'sums 0.200 before, 0.710 [0.620, 0.790] after step 60 (100 problems)'
+    >>> _scores({"source": "sums", "first": first, "last": last, "problems": 100.0, "others": {"brief": 0.5}})
+    'sums 0.200 before, 0.710 [0.620, 0.790] after step 60 (100 problems); brief 0.500'
     """
 
     def text(score: Score) -> str:
@@ -254,12 +271,15 @@ def _scores(row: Mapping[str, Any]) -> str:
     found = f"{row['source']} {text(first)} {before}"
     if last.step != first.step:
         found += f", {text(last)} after step {last.step}"
-    return found + (f" ({row['problems']:.0f} problems)" if row["problems"] else "")
+    found += f" ({row['problems']:.0f} problems)" if row["problems"] else ""
+    found += "".join(f"; {name} {value:.3f}" for name, value in row["others"].items())
+    failed = row.get("failed")
+    return found + (f"; the reward failed on {failed:.1%} of the responses, which count as 0" if failed else "")
 
 
 def _set_aside(workdir: Path) -> Path | None:
     """Moves what an earlier run has written of its steps into a folder of its own, which is returned."""
-    names = ("metrics.jsonl", "samples.jsonl", "rollouts", "tensorboard")
+    names = ("metrics.jsonl", "samples.jsonl", "rollouts", "evaluations", "tensorboard")
     found = [path for name in names if (path := workdir / name).exists()]
     also = [workdir / name for name in ("config.json", "events.jsonl", "report.html", STATE)]
     if not found:

@@ -12,8 +12,10 @@ from typing import Any
 import pytest
 
 from jaxrl_llm import evaluate, train
+from jaxrl_llm.command_line import load_config
 from jaxrl_llm.writers import read_jsonl
 from tests import tiny_folder
+from tests.tiny_runs import checkpointed
 
 RECIPE = """
 from tests import tiny_folder
@@ -129,6 +131,13 @@ def test_train_refuses_another_configuration_in_a_folder(command: Any, recipe: P
     assert "config.rollout.temperature: was 1.0, now 0.5" in ran.err and "use another --workdir" in ran.err
 
 
+def test_train_refuses_a_folder_that_holds_something_else(command: Any, recipe: Path, tmp_path: Path) -> None:
+    (tmp_path / "thesis.tex").write_text("")
+    ran = command(train.main, f"--config={recipe}", f"--workdir={tmp_path}")
+    assert ran.code == 2 and f"--workdir={tmp_path}: holds no run (no config.json) but thesis.tex; expected" in ran.err
+    assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
+
+
 def test_a_reward_that_is_no_score_is_a_user_error(command: Any, recipe: Path, tmp_path: Path) -> None:
     scorer = tmp_path / "scorer.py"
     scorer.write_text("def score(prompt, response, record):\n    return 'good'\n")
@@ -141,10 +150,13 @@ def test_a_reward_that_is_no_score_is_a_user_error(command: Any, recipe: Path, t
 
 def test_train_gives_up_with_3(command: Any, recipe: Path, tmp_path: Path) -> None:
     options = [f"--config={recipe}", f"--workdir={tmp_path / 'run'}", "--config.eval.before=False"]
-    ran = command(train.main, *options, "--config.reward.functions=tests.tiny_folder:broken")
+    ran = command(
+        train.main, *options, "--config.reward.functions=tests.tiny_folder:broken", "--config.logging.progress=plain"
+    )
     assert ran.code == 3
     assert "error: step 1: the reward failed on every response" in ran.err
-    assert "RuntimeError: the scorer is down" in ran.err
+    assert (ran.out + ran.err).count("RuntimeError: the scorer is down") == 1
+    assert "the reward failed on 100.0% of the responses in training" in ran.out
 
 
 def test_train_tells_storage_errors_with_4(command: Any, recipe: Path, run: Path, tmp_path: Path) -> None:
@@ -163,15 +175,21 @@ def test_train_tells_storage_errors_with_4(command: Any, recipe: Path, run: Path
 # evaluate
 
 
-def accuracy(line: str, name: str) -> float:
-    match = re.fullmatch(
-        rf"{name} +(-?[\d.]+) \[(-?[\d.]+), (-?[\d.]+)\]  6 problems x \d, mean length [\d.]+, \d+% truncated(;.*)?",
-        line,
-    )
-    assert match, line
-    mean, low, high = map(float, match.groups()[:3])
-    assert low <= mean <= high
-    return mean
+def accuracy(lines: list[str], name: str) -> dict[str, float]:
+    """By source, of the lines of that name."""
+    found = {}
+    for line in lines:
+        match = re.fullmatch(
+            r"(\w+) +(\w+)  (-?[\d.]+) \[(-?[\d.]+), (-?[\d.]+)\]  [24] problems x \d, mean length [\d.]+, "
+            r"\d+% truncated",
+            line,
+        )
+        assert match, line
+        mean, low, high = map(float, match.groups()[2:])
+        assert low <= mean <= high
+        if match[1] == name:
+            found[match[2]] = mean
+    return found
 
 
 def test_evaluate_a_model(command: Any, recipe: Path, run: Path, tmp_path: Path) -> None:
@@ -179,16 +197,19 @@ def test_evaluate_a_model(command: Any, recipe: Path, run: Path, tmp_path: Path)
     output = tmp_path / "answers.jsonl"
     ran = command(evaluate.main, f"--config={recipe}", "--samples=2", f"--output={output}")
     assert ran.code == 0
-    greedy, sampled = ran.out.splitlines()
     rows = read_jsonl(output)
-    for name, line, count in (("greedy", greedy, 6), ("sampled", sampled, 12)):
+    for name, count in (("greedy", 6), ("sampled", 12)):
         own = [row for row in rows if row["mode"] == name]
         assert len(own) == count and {row["uid"] for row in own} == set(range(6))
         for row in own:
             assert row["score"] == pytest.approx(tiny_folder.digits("", row["response"], {})["score"], rel=1e-6)
             assert row["extras"]["digits/letters"] == sum(map(str.isalpha, row["response"]))
             assert row["data_source"] == ("words" if row["prompt"].startswith("What") else "signs")
-        assert accuracy(line, name) == pytest.approx(sum(row["score"] for row in own) / count, abs=6e-4)
+        means = accuracy(ran.out.splitlines(), name)
+        assert sorted(means) == ["signs", "words"]
+        for source, mean in means.items():
+            scores = [row["score"] for row in own if row["data_source"] == source]
+            assert mean == pytest.approx(sum(scores) / len(scores), abs=6e-4)
     before = read_jsonl(run / "metrics.jsonl")[0]
     assert_scores(rows, before)
     assert len({row["response"] for row in rows if row["mode"] == "sampled"}) > 6
@@ -201,13 +222,23 @@ def assert_scores(rows: list[dict[str, Any]], metrics: dict[str, float]) -> None
         assert sum(scores) / len(scores) == pytest.approx(metrics[f"val-core/{source}/reward/mean@1"], abs=1e-6)
 
 
+def test_evaluate_a_checkpoint(command: Any, recipe: Path, tmp_path: Path) -> None:
+    """`--step` reads an older one; of several rewards each is told."""
+    rewards = ["reward.functions=('exact', 'tests.tiny_folder:digits')", "reward.weights=(0.0, 1.0)"]
+    config = load_config(recipe, rewards)
+    checkpointed(tmp_path / "run", config, (1, 3))
+    ran = command(evaluate.main, f"--run={tmp_path / 'run'}", "--step=1", "--samples=0")
+    assert ran.code == 0 and "checkpoint of step 1" in ran.err
+    model = command(evaluate.main, f"--config={recipe}", *(f"--config.{text}" for text in rewards), "--samples=0")
+    assert ran.out == model.out and ran.out.count("exact 0.000, digits ") == 2
+
+
 def test_evaluate_a_run(command: Any, run: Path, tmp_path: Path) -> None:
     """Of its newest checkpoint, with its own config."""
     output = tmp_path / "answers.jsonl"
     ran = command(evaluate.main, f"--run={run}", "--samples=0", f"--output={output}")
     assert ran.code == 0 and "checkpoint of step 2" in ran.err
-    (greedy,) = ran.out.splitlines()
-    accuracy(greedy, "greedy")
+    assert sorted(accuracy(ran.out.splitlines(), "greedy")) == ["signs", "words"]
     first, *_, last = read_jsonl(run / "metrics.jsonl")
     assert_scores(read_jsonl(output), last)
     sources = ("words", "signs")
@@ -224,14 +255,20 @@ def test_evaluate_a_run(command: Any, run: Path, tmp_path: Path) -> None:
         (["--config={recipe}", "--samples=many"], 2, "argument --samples: invalid int value: 'many'"),
         (["--config={recipe}", "--output=nowhere/a.jsonl"], 2, "--output=nowhere/a.jsonl: there is no folder"),
         (["--config={recipe}", "config.seed=1"], 2, "config.seed=1 has no dashes"),
-        (["--config={recipe}", "--run=nowhere"], 4, "nowhere/checkpoints: no complete checkpoint"),
-        (["--run=nowhere"], 2, "nowhere: is not a run"),
+        (["--config={recipe}", "--run=nowhere"], 2, "nowhere: is not a run's folder (no such folder)"),
+        (["--run=test"], 2, "test: is not a run's folder (no such folder; did you mean 'tests'?)"),
+        (["--run={run}/checkpoints/2"], 2, "is not a run's folder (but a part of one: give '{run}')"),
+        (["--run={run}", "--step=7"], 4, "checkpoints/7: no complete checkpoint; there are [1, 2]"),
+        (["--config={recipe}", "--step=2"], 2, "--step=2: is of a run's checkpoints; give --run DIR as well"),
+        (["{run}"], 2, "'{run}' stands alone: give --config FILE (the model it names is evaluated), --run DIR"),
     ],
 )  # fmt: skip
-def test_what_evaluate_refuses(command: Any, recipe: Path, arguments: list[str], code: int, expected: str) -> None:
-    ran = command(evaluate.main, *(argument.format(recipe=recipe) for argument in arguments))
+def test_what_evaluate_refuses(
+    command: Any, recipe: Path, run: Path, arguments: list[str], code: int, expected: str
+) -> None:
+    ran = command(evaluate.main, *(argument.format(recipe=recipe, run=run) for argument in arguments))
     assert ran.code == code
-    assert ran.err.startswith("error: ") and expected in ran.err and ran.out == ""
+    assert ran.err.startswith("error: ") and expected.format(run=run) in ran.err and ran.out == ""
 
 
 def test_evaluate_tells_of_failed_rewards(command: Any, recipe: Path) -> None:
@@ -240,4 +277,4 @@ def test_evaluate_tells_of_failed_rewards(command: Any, recipe: Path) -> None:
         evaluate.main, f"--config={recipe}", "--samples=0", "--config.reward.functions=tests.tiny_folder:broken"
     )
     assert ran.code == 0
-    assert ran.out.startswith("greedy   0.000 ") and "the reward failed on 6 of 6 responses" in ran.out
+    assert ran.out.startswith("greedy   words  0.000 ") and "the reward failed on 4 of 4 responses" in ran.out

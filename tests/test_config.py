@@ -228,6 +228,13 @@ def test_notices(recipe: Path):
     corrected = [*truncated, "algorithm.rollout_correction.rollout_is=token"]
     assert config_lib.notices(load_config(recipe, corrected)) == []
     assert "rounded away" in config_lib.notices(load_config(recipe, ["model.param_dtype=bfloat16"]))[0]
+    watched = ["reward.functions=('number',)", "reward.weights=(0.0,)"]
+    assert "all scores are 0" in config_lib.notices(load_config(recipe, watched))[0]
+    assert config_lib.notices(load_config(recipe, [*watched, "reward.model.path=a"])) == []
+    unread = config_lib.notices(load_config(recipe, ["critic.path=a/b", "reference.path=c/d"]))
+    assert [text.partition(":")[0] for text in unread] == [
+        "config.critic.path = 'a/b' is not read", "config.reference.path = 'c/d' is not read"
+    ]  # fmt: skip
 
 
 def test_unset_knobs_leave_each_function_its_own(recipe: Path):

@@ -73,6 +73,10 @@ def test_a_run_is_asked_by_its_newest_checkpoint(tmp_path: Path, capsys: pytest.
     assert run(f"--model={tmp_path}", "--max-new-tokens=4", "1+2=?") == 0
     found = capsys.readouterr()
     assert found.out.startswith("> 1+2=?\n") and f"{tmp_path}, step 1" in found.err
+    assert run(f"--model={tmp_path}", "--step=1", "--max-new-tokens=4", "1+2=?") == 0
+    assert capsys.readouterr().out == found.out
+    assert run(f"--model={tmp_path}", "--step=2", "1+2=?") == 4
+    assert "no complete checkpoint; there are [1]" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -80,6 +84,7 @@ def test_a_run_is_asked_by_its_newest_checkpoint(tmp_path: Path, capsys: pytest.
     [
         (["--model=nowhere", "x"], "nowhere: no such folder"),
         (MODEL, "no prompt"),
+        ([*MODEL, "--step=1", "x"], "is no run"),
         ([*MODEL, "--samples=0", "x"], "both at least 1"),
         ([*MODEL, "--top-p=0", "x"], "--top-p in (0, 1]"),
         ([*MODEL, "--file=nowhere.txt"], "--file=nowhere.txt"),

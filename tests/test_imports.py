@@ -13,7 +13,7 @@ PACKAGE = Path(__file__).resolve().parents[1] / "jaxrl_llm"
 
 # Room -> what it may import of this package. A room is a folder, or a module of its own.
 BASE = {"errors"}
-CONFIG = BASE | {"config", "config_rules", "config_values", "dotted", "rewards", "algorithms"}
+CONFIG = BASE | {"config", "config_rules", "config_values", "dotted", "environments", "rewards", "algorithms"}
 HOST = CONFIG | {"types", "tokenizer", "sources", "data", "metrics", "writers", "progress", "checkpoint", "sharding"}
 FILES = BASE | {"run_files"}
 ALLOWED: dict[str, set[str]] = {
@@ -23,10 +23,12 @@ ALLOWED: dict[str, set[str]] = {
     "types": BASE,
     "algorithms": BASE,
     "config_values": BASE,
-    "config_rules": BASE | {"algorithms", "config", "config_values", "dotted", "rewards"},
+    "config_rules": BASE | {"algorithms", "config", "config_values", "dotted", "environments", "rewards"},
     "config": CONFIG,
     "command_line": CONFIG,
     "rewards": BASE | {"dotted"},
+    "environments": BASE | {"dotted", "rewards"},
+    "curriculum": set(),
     "tasks": BASE,
     "tokenizer": BASE,
     "sources": BASE | {"dotted"},
@@ -49,15 +51,19 @@ ALLOWED: dict[str, set[str]] = {
     "steps": CONFIG | {"types", "models", "metrics", "sharding"},
     "loading": HOST | {"models", "steps"},
     "compiled": HOST | {"models", "steps"},
-    "evaluation": HOST | {"models", "steps", "compiled", "loading"},
+    "samplers": HOST | {"models", "steps", "compiled", "loading"},
+    "collect": HOST | {"steps", "compiled", "curriculum", "environments", "loading", "samplers", "timers"},
+    "evaluation": HOST | {"models", "steps", "compiled", "loading", "collect", "samplers"},
     "reward_scorer": HOST | {"models", "steps", "compiled", "exchanges", "loading"},
     "timers": {"metrics", "steps"},
-    "trainer": HOST | {"models", "steps", "loading", "compiled", "evaluation", "reward_scorer", "samples", "timers"},
+    "trainer": HOST
+    | {"models", "steps", "loading", "compiled", "collect", "curriculum", "evaluation"}
+    | {"reward_scorer", "samplers", "samples", "timers"},
     "train": {"command_line", "errors", "trainer"},
     "evaluate": HOST
     | {"command_line", "models", "steps", "loading", "compiled", "evaluation", "reward_model", "reward_scorer"},
     "fetch": BASE | {"models"},
-    "supervised": HOST | {"command_line", "compiled", "evaluation", "steps", "timers", "trainer"},
+    "supervised": HOST | {"command_line", "compiled", "evaluation", "loading", "models", "steps", "timers", "trainer"},
     "sft": HOST | {"command_line", "models", "steps", "supervised"},
     "reward_model": HOST
     | {"command_line", "models", "steps", "compiled", "evaluation", "exchanges", "loading", "supervised"},

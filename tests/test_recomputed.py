@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl_llm.evaluation import response_texts
+from jaxrl_llm.samplers import response_texts
 from jaxrl_llm.steps.rollout import no_stop_rules
 from jaxrl_llm.trainer import fit
 from jaxrl_llm.types import FINISH_LENGTH, FINISH_STOP, Batch

@@ -141,7 +141,7 @@ def test_what_the_page_says(tmp_path: Path) -> None:
         "0.125 → 0.375 first and last step",
         "12.0 s 75% of it gen",
         "250 tokens/s 4 s a step",
-        "held out: sums 0.500 → 0.750",
+        "evaluation: sums 0.500 → 0.750",
         "step 0: 0.500 [0.404, 0.596] step 3: 0.750",
         "100 problems × 1, 95% intervals",
         "gen 9.0 s 75.0%",
@@ -157,8 +157,8 @@ def test_what_the_page_says(tmp_path: Path) -> None:
     assert data["dense"]["my/own"] == [1, 2, 3], "a metric that no chart names is in the table"
     assert data["sparse"]["val-core/sums/reward/mean@1"] == [[0, 3], [0.5, 0.75]]
     charts = {chart["title"]: chart["series"] for chart in data["charts"]}
-    assert list(charts) == ["Reward", "Held-out score", "KL of the update"]
-    (series,) = charts["Held-out score"]
+    assert list(charts) == ["Reward", "Evaluation score", "KL of the update"]
+    (series,) = charts["Evaluation score"]
     assert (series["label"], series["low"]) == ("sums", "val-aux/sums/reward/low95")
     assert [phase["name"] for phase in data["phases"]] == ["gen", "update_actor"]
 
@@ -345,7 +345,7 @@ def test_what_says_nothing_is_not_drawn_and_failures_are_told(tmp_path: Path) ->
     lines = [{"step": 0, **EVALUATED, "val-aux/sums/failed_ratio": 0.25}]
     lines += [line(step, **still, **{"reward/failed_ratio": 0.5 * step}) for step in (1, 2)]
     page = page_of(make_run(tmp_path / "failing", lines))
-    assert [chart["title"] for chart in page.data["charts"]] == ["Reward", "Held-out score", "Failed rewards"]
+    assert [chart["title"] for chart in page.data["charts"]] == ["Reward", "Evaluation score", "Failed rewards"]
     assert "failed on 75.0% of the responses" in page.text
     assert "the reward failed on 25.0%, which count as 0" in page.text
     page = page_of(make_run(tmp_path / "whole", [line(1, **{"reward/failed_ratio": 0.0})]))

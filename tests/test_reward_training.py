@@ -216,7 +216,8 @@ def test_from_a_run_to_a_reward(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert "Pairs in order" in (folder / "report.html").read_text()
     capsys.readouterr()
     assert evaluate.main(["--run", str(folder), f"--output={tmp_path / 'pairs.jsonl'}"]) == 0
-    assert capsys.readouterr().out.startswith("pairs ")
+    pairs = capsys.readouterr().out
+    assert pairs.startswith("pairs    words  ")
     rows = read_jsonl(tmp_path / "pairs.jsonl")
     assert len(rows) == 6  # in batches of four, the last of which has two fillers
     np.testing.assert_allclose(np.mean([r["score"] for r in rows if r["data_source"] == "words"]), accuracy[1])
@@ -225,6 +226,9 @@ def test_from_a_run_to_a_reward(tmp_path: Path, capsys: pytest.CaptureFixture[st
 
     out = tmp_path / "model"
     assert export.main([str(folder), str(out)]) == 0
+    capsys.readouterr()
+    assert evaluate.main([f"--config={folder / 'config.json'}", f"--config.model.path={out}"]) == 0
+    assert capsys.readouterr().out == pairs
     written = classifier.check_reward_model(out)
     assert written["architectures"] == ["LlamaForSequenceClassification"]
     assert written["pad_token_id"] == tiny_folder.EOS  # the language model's own, which transformers does not read at
@@ -266,10 +270,11 @@ def test_a_head_comes_from_the_seed_and_the_trunk_from_the_folder() -> None:
         ({"data__chosen_key": "good"}, "data.chosen_key: no field 'good' in the record"),
     ],
 )
-def test_what_is_refused(overrides: dict[str, Any], text: str) -> None:
+def test_what_is_refused(overrides: dict[str, Any], text: str, tmp_path: Path) -> None:
+    """Before anything is written."""
     with pytest.raises(UserError) as caught:
-        train_reward_model(tiny_folder.config(**{**TRAINED, **QUIET, **overrides}))
-    assert text in str(caught.value)
+        train_reward_model(tiny_folder.config(**{**TRAINED, **QUIET, **overrides}), tmp_path / "run")
+    assert text in str(caught.value) and not (tmp_path / "run").exists()
 
 
 def test_a_classifier_of_several_labels_is_no_start(tmp_path: Path) -> None:

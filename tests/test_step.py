@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-import textwrap
 from typing import Any
 
 import jax
@@ -15,8 +14,6 @@ import pytest
 
 from jaxrl_llm.algorithms.advantages import ESTIMATORS
 from jaxrl_llm.algorithms.losses import POLICY_LOSSES
-from jaxrl_llm.models.transformer import init_params, make_transformer
-from jaxrl_llm.steps import step as step_module
 from jaxrl_llm.steps.phases import Program, make_program
 from jaxrl_llm.steps.reference import sync_reference
 from jaxrl_llm.steps.step import make_step, score_rows, step_key
@@ -64,20 +61,6 @@ def test_a_few_steps_raise_the_reward(overrides: dict[str, Any]) -> None:
             assert getattr(batch, name) is not None
     assert np.mean(scores[-3:]) > np.mean(scores[:3]) + 0.15, scores
     assert int(state.step) == 12
-
-
-def test_the_five_lines_of_the_docstring_run() -> None:
-    lines = [line for line in (step_module.__doc__ or "").splitlines() if line.startswith("    ")]
-    assert len(lines) == 5
-    given: dict[str, Any] = {
-        "load_config": lambda path: tiny.config(),
-        "shape": tiny.SHAPE,
-        "reward_fn": tiny.even_tokens,
-        "prompts": tiny.prompts(),
-    }
-    given |= {f.__name__: f for f in (make_program, make_transformer, init_params, make_step, step_key)} | {"jax": jax}
-    exec(textwrap.dedent("\n".join(lines)), given)
-    assert int(given["state"].step) == 1 and given["batch"].advantages.shape == (16, 8)
 
 
 def test_vmapped_over_seeds_equals_single_runs() -> None:

@@ -317,7 +317,7 @@ def test_an_error_within_a_step_leaves_the_state_of_the_last(grpo: Watched, monk
     def fail(*_: Any) -> Any:
         raise UserError("a reward that is no score")
 
-    monkeypatch.setattr("jaxrl_llm.trainer.score_texts", fail)
+    monkeypatch.setattr("jaxrl_llm.collect.start_scoring", fail)
     with pytest.raises(UserError):
         next(run)
     assert run.step == 1

@@ -242,7 +242,7 @@ def test_plain_lines():
     assert lines == [
         "run trial: 10 steps",
         f"step  5/10  {numbers}  left 10s",
-        f"step  7/10  {numbers}  held out sums 0.500 (the reward failed on 25%, which count as 0)  left 6s",
+        f"step  7/10  {numbers}  eval sums 0.500 (the reward failed on 25%, which count as 0)  left 6s",
         f"step 10/10  {numbers}",
     ]
 
@@ -293,9 +293,9 @@ def test_rich_display_shows_text_as_it_is(capsys: pytest.CaptureFixture[str]):
     display.step(3, METRICS | {"val-core/sums/reward/mean@1": 0.5})
     display.samples(3, [*SAMPLES, {"prompt": "\ud800", "response": "\x1b[2J", "score": None, "finish_reason": "stop"}])
     display.note("a note with [brackets]\x1b[31m")
-    display.close(["held out: [sums]"])
+    display.close(["eval: [sums]"])
     text = capsys.readouterr().out
-    evaluated = "held out sums 0.500"
+    evaluated = "eval sums 0.500"
     for expected in (
         "tri[bold]al",
         "3/10",
@@ -341,13 +341,19 @@ def test_the_last_lines_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[s
     with open_run(folder, progress="plain", eval_data=("e.jsonl",)) as run:
         run.step(0, score)
         run.step(10, score | {"val-core/sums/reward/mean@1": 0.71} | known)
-    held_out = "held out: sums 0.200 before, 0.710 [0.620, 0.790] after step 10 (100 problems)"
+    held_out = "eval: sums 0.200 before, 0.710 [0.620, 0.790] after step 10 (100 problems)"
     assert capsys.readouterr().out.splitlines()[-4:] == [
         held_out,
         f"report: {folder}/report.html",
         f"checkpoint: {folder}/checkpoints/10",
         f"next: python -m jaxrl_llm.evaluate --run '{folder}'",
     ]
+    with open_run(folder, progress="plain") as run:
+        run.step(10, score | {"val-aux/sums/failed_ratio": 0.5, "val-aux/sums/brief/mean@1": 0.75})
+        run.step(11, {"critic/score/mean": 0.0, "reward/failed_ratio": 0.25})
+    shown = capsys.readouterr().out
+    assert "(100 problems); brief 0.750; the reward failed on 50.0% of the responses, which count as 0" in shown
+    assert "the reward failed on 25.0% of the responses in training (events.jsonl tells why)" in shown
     with open_run(folder, resumed_step=5, progress="plain") as run:
         run.step(6, {"a": 1})
     assert capsys.readouterr().out.splitlines()[-1] == f"to go on: the same command again, with --workdir '{folder}'"

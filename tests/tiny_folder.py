@@ -142,6 +142,7 @@ def raw_config(**overrides: Any) -> ConfigDict:
     raw.data.update(train="tests.tiny_folder:records", eval="tests.tiny_folder:records(count=6)", train_batch_size=4)
     raw.rollout.update(n=4, prompt_length=LONGEST, response_length=WIDTH)
     raw.reward.functions = ("tests.tiny_folder:digits",)
+    raw.reward.num_workers = 0  # a worker would start for each of many runs; test_reward_pool.py has some
     raw.optimizer.lr = raw.critic.optimizer.lr = 1e-2
     raw.trainer.update(steps=4, save_interval=2, rollout_dump=True, sample_interval=2)
     raw.eval.update(interval=2, batch_size=4)  # the last batch has two fillers
@@ -191,6 +192,14 @@ def brief(prompt: str, response: str, record: Any) -> float:
     return 1 - len(response) / WIDTH
 
 
+def starts_with_a_digit(prompt: str, response: str, record: Any) -> float:
+    return float(response[:1].isdigit())
+
+
+def constant(prompt: str, response: str, record: Any) -> float:
+    return 0.5
+
+
 def picky(prompt: str, response: str, record: Any) -> float | None:
     """Fails in each of the three ways, by the response's first character."""
     match response[:1]:
@@ -223,3 +232,21 @@ def near_answer(responses: jax.Array, mask: jax.Array, record_arrays: Any) -> ja
 def even_tokens(responses: jax.Array, mask: jax.Array, record_arrays: Any) -> jax.Array:
     """[B, R]: the answer on each even token; outside the mask what must not count."""
     return jnp.where(mask, jnp.where(responses % 2 == 0, record_arrays["answer"][:, None], 0), jnp.nan)
+
+
+# Environments
+
+
+def counting(messages: Any, record: Any) -> dict[str, str] | None:
+    """Tells how many characters the turn had, twice at most; nothing after a turn without any."""
+    turns = [message["content"] for message in messages if message["role"] == "assistant"]
+    if len(turns) > 2 or not turns[-1]:
+        return None
+    return {"role": "tool", "content": f"{len(turns[-1])}={record['answer']}"}
+
+
+def moody(messages: Any, record: Any) -> str:
+    """Fails where the turn has a letter of the second half of the alphabet."""
+    if any(c > "m" for c in messages[-1]["content"]):
+        raise RuntimeError("not this letter")
+    return "go on"

@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple
 import jax
 import numpy as np
 
-from jaxrl_llm.errors import UserError, naming
+from jaxrl_llm.errors import UserError, naming, nearest_path
 from jaxrl_llm.models.architecture import TransformerConfig
 from jaxrl_llm.models.declare import SCORE, VALUE_HEAD
 from jaxrl_llm.models.families import Weight, find_family, transformer_config
@@ -77,9 +77,10 @@ def find_folder(folder_or_id: str | Path) -> Path:
 
 
 def _fetchable(folder: Path) -> str:
-    """What makes the folder, if its name is that of a model that can be fetched without a hub."""
+    """What makes the folder, if its name is that of a model that can be fetched without a hub; else a near name."""
     known = folder.name in FETCHABLE
-    return f" (python -m jaxrl_llm.fetch {folder.name} --out {folder} makes it)" if known else ""
+    hint = f"python -m jaxrl_llm.fetch {folder.name} --out {folder} makes it" if known else nearest_path(folder)
+    return f" ({hint})" if hint else ""
 
 
 def read_config(folder: Path) -> dict[str, Any]:

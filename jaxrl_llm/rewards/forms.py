@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import json
 import math
 import numbers
 import traceback
@@ -27,6 +28,7 @@ VERL = ("data_source", "solution_str", "ground_truth")
 VERL_BATCHED = ("data_sources", "solution_strs", "ground_truths")
 LARGEST_SCORE = 3.4e38  # of a float32
 LONGEST_TRACEBACK = 4_000  # characters; a deep recursion's would fill the log
+LARGEST_EXTRAS = 100_000  # characters as JSON, of a row
 
 
 def batched(function: F) -> F:
@@ -50,6 +52,20 @@ def jax_reward(**record_arrays: Any) -> Callable[[F], F]:
     def mark(function: F) -> F:
         function.reward_form = "jax"  # type: ignore[attr-defined]
         function.record_arrays = record_arrays  # type: ignore[attr-defined]
+        return function
+
+    return mark
+
+
+def checked(check: Callable[..., Any]) -> Callable[[F], F]:
+    """Marks a reward whose arguments are looked at when it is named, before a run starts.
+
+    Args:
+      check: called with the arguments that stand in `name(key=value)`; raises UserError.
+    """
+
+    def mark(function: F) -> F:
+        function.check_arguments = check  # type: ignore[attr-defined]
         return function
 
     return mark
@@ -87,7 +103,7 @@ def form_of(function: Callable[..., Any], name: str) -> Form:
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """What one function says of one row. A failed row has a reason and no score."""
+    """What one function says of one row. A failed row has a reason and no score. Extras are plain data."""
 
     score: float = math.nan
     extras: Mapping[str, Any] = dataclasses.field(default_factory=dict)
@@ -169,12 +185,16 @@ def _failed(name: str) -> Result:
 
 def _result(returned: Any, name: str) -> Result:
     if isinstance(returned, Exception):  # of a batched function, which cannot raise for one row alone
-        return Result(failure=f"reward {name!r}: {returned}")
+        return Result(failure=f"reward {name!r}: {str(returned)[-LONGEST_TRACEBACK:]}")
     score, extras = returned, {}
     if isinstance(returned, Mapping):
         if "score" not in returned:
             raise UserError(f"reward {name!r} returned a dict without 'score' (found: {', '.join(map(str, returned))})")
         score, extras = returned["score"], {key: value for key, value in returned.items() if key != "score"}
+    try:
+        extras = _plain(extras)
+    except (TypeError, ValueError, RecursionError, MemoryError) as error:
+        return Result(failure=f"reward {name!r} returned extras that cannot be kept: {str(error)[:LONGEST_TRACEBACK]}")
     if score is None:
         return Result(extras=extras, failure=f"reward {name!r} returned None")
     # numpy's and jax's scalars are no numbers.Real, but turn into one.
@@ -192,3 +212,24 @@ def _result(returned: Any, name: str) -> Result:
     if not abs(value) <= LARGEST_SCORE:
         return Result(extras=extras, failure=f"reward {name!r} returned {value}")
     return Result(value, extras)
+
+
+def _plain(extras: Mapping[str, Any]) -> dict[str, Any]:
+    """Extras as plain data, the same whether they come from this process or from a worker: numbers, text, None, and
+    lists and dicts of such; numpy's scalars and arrays become numbers and lists.
+
+    Raises:
+      TypeError, ValueError, RecursionError: they are something else, or too large.
+    """
+    if not extras:
+        return {}
+    text = json.dumps(extras, default=_of_arrays)
+    if len(text) > LARGEST_EXTRAS:
+        raise ValueError(f"{len(text)} characters as JSON, more than {LARGEST_EXTRAS}")
+    return json.loads(text)
+
+
+def _of_arrays(value: Any) -> Any:
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    raise TypeError(f"a {type(value).__name__} is no plain data (numbers, text, None, lists and dicts)")

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
 from typing import Any
 
 from jaxrl_llm.rewards.forms import Record
 
 LONGEST_ANSWER = 2_000  # characters inside \\boxed{}
+BOXES = ("\\boxed{", "\\boxed {", "\\fbox{")
+BARE = re.compile(r"\\boxed(?: {1,3}|(?![A-Za-z]))([^\s{}$]{1,100})")  # \boxed 7
 
 
 def gold_answer(record: Record) -> str:
@@ -21,10 +25,7 @@ def gold_answer(record: Record) -> str:
     >>> gold_answer({"reward_model": {"ground_truth": 1234}})
     '1234'
     """
-    model = record.get("reward_model")
-    values: list[Any] = [model.get("ground_truth")] if isinstance(model, dict) else []
-    values += [record.get("ground_truth"), record.get("answer")]
-    gold = next((value for value in values if value is not None), None)
+    gold = raw_gold(record)
     if not isinstance(gold, str | int | float):
         raise ValueError(
             "the record has no reward_model.ground_truth, ground_truth or answer that is text or a number "
@@ -35,16 +36,32 @@ def gold_answer(record: Record) -> str:
     return (gold if inside is None else inside).strip()
 
 
+def raw_gold(record: Record) -> Any:
+    """The field that holds the right answer, as it is: text, a number, a list, a dict; None if there is none.
+
+    >>> raw_gold({"reward_model": {"ground_truth": {"target": 24}}, "answer": "?"})
+    {'target': 24}
+    """
+    model = record.get("reward_model")
+    values = [model.get("ground_truth")] if isinstance(model, Mapping) else []
+    values += [record.get("ground_truth"), record.get("answer")]
+    return next((value for value in values if value is not None), None)
+
+
 def last_boxed(text: str) -> str | None:
-    r"""What stands in the last \boxed{…} of a text, braces balanced; None if there is none or it never closes.
+    r"""What stands in the last \boxed{…} (or \fbox{…}, or \boxed 7) of a text, braces balanced; None if there is none
+    or it never closes.
 
     >>> last_boxed(r"so \boxed{1}, or rather \boxed{\frac{1}{2}}.")
     '\\frac{1}{2}'
+    >>> last_boxed(r"$\boxed 7$")
+    '7'
     """
-    start = text.rfind("\\boxed{")
+    start = max(text.rfind(box) for box in BOXES)
     if start < 0:
-        return None
-    start += len("\\boxed{")
+        bare = BARE.match(text, max(text.rfind("\\boxed"), 0))
+        return bare[1] if bare else None
+    start = text.index("{", start) + 1
     depth = 1
     for at, character in enumerate(text[start : start + LONGEST_ANSWER], start):
         depth += (character == "{") - (character == "}")

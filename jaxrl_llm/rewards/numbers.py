@@ -6,14 +6,20 @@ import collections
 import re
 from collections.abc import Iterator
 from fractions import Fraction
+from typing import Any
 
+from jaxrl_llm.rewards.answers import LAST_CHARACTERS, PLAIN, found
 from jaxrl_llm.rewards.forms import Record
 from jaxrl_llm.rewards.gold import gold_answer
 
-LAST_CHARACTERS = 10_000  # of a response that are read: an answer stands at the end
 MOST_DIGITS = 300  # of a number; a longer one is never right
 
-FRAC = re.compile(r"\\[dt]?frac\{(-?[0-9]{1,300})\}\{([0-9]{1,300})\}")
+FRAC = re.compile(  # 1\frac{1}{2}, with a whole number before it or not
+    r"((?<![0-9.,])[0-9]{1,300}+)?\\[dtc]?frac *+"
+    r"(?:\{ *+(-?[0-9]{1,300}+) *+\}|([0-9])) *+(?:\{ *+([0-9]{1,300}+) *+\}|([0-9]))"
+)
+# 1{,}000, 1\,000, 1,\!000, and 1 000 with a space that does not break: PLAIN would make a plain one of it.
+THOUSANDS = re.compile(r"(?<=[0-9])(?:\{,\}|,?\\[,!]|[\u00a0\u2009\u202f])(?=[0-9]{3}(?![0-9]))")
 NUMBER = re.compile(
     r"""
     ( (?<![A-Za-z0-9_)\]}]) [-−] )?      # a minus is a sign unless something stands before it: 5-3
@@ -31,30 +37,40 @@ NUMBER = re.compile(
 )
 
 
-def number(prompt: str, response: str, record: Record) -> float:
+def number(prompt: str, response: str, record: Record) -> dict[str, Any]:
     """1 if the last number in the response is the gold one, whatever their spelling ($1,234.50 is 1234.5), else 0.
 
     >>> number("", "3+4=7, so there are 7.", {"answer": "7"}), number("", "7 is less than 8", {"answer": "7"})
-    (1.0, 0.0)
+    ({'score': 1.0, 'pred': '7'}, {'score': 0.0, 'pred': '8'})
     """
-    return float(last_number(response) == _gold_number(record))
+    return _scored(last_number(response), record)
 
 
-def last_integer(prompt: str, response: str, record: Record) -> float:
-    """1 if the last whole number in the response is the gold one, else 0."""
-    found = [value for value in numbers(response) if value is not None and value.denominator == 1]
-    return float(bool(found) and found[-1] == _gold_number(record))
+def last_integer(prompt: str, response: str, record: Record) -> dict[str, Any]:
+    """1 if the last whole number in the response is the gold one, else 0.
+
+    >>> last_integer("", "7 (or 7.5)", {"answer": "7"})
+    {'score': 1.0, 'pred': '7'}
+    """
+    whole = [value for value in numbers(response) if value is not None and value.denominator == 1]
+    return _scored(whole[-1] if whole else None, record)
 
 
-def gsm8k(prompt: str, response: str, record: Record) -> float:
-    """1 if the response gives the gold number: after its last ####, on that line, or as its last number without one.
+def gsm8k(prompt: str, response: str, record: Record, strict: bool = False) -> dict[str, Any]:
+    """1 if the response gives the gold number: the first one after its last ####, on that line.
+
+    A response without #### is read as `number` does, or scores 0 if strict. verl's gsm8k has the same two methods, but
+    compares spellings: there 7.0 is not 7, and its flexible one takes the last number even after a ####.
 
     >>> gsm8k("", "Half of 14 is 7.\\n#### 7\\nI checked it 2 times.", {"answer": "14/2=7\\n#### 7"})
-    1.0
+    {'score': 1.0, 'pred': '7'}
+    >>> gsm8k("", "It is 7.", {"answer": "#### 7"}, strict=True)
+    {'score': 0.0, 'pred': None}
     """
     _, marker, after = response[-LAST_CHARACTERS:].rpartition("####")
-    found = next(numbers(after.split("\n", 1)[0]), None) if marker else last_number(after)
-    return float(found == _gold_number(record))
+    if not marker and strict:
+        return _scored(None, record)
+    return _scored(next(numbers(after.split("\n", 1)[0]), None) if marker else last_number(after), record)
 
 
 def last_number(text: str) -> Fraction | None:
@@ -70,7 +86,7 @@ def last_number(text: str) -> Fraction | None:
 
 def numbers(text: str) -> Iterator[Fraction | None]:
     """The numbers of a text in order; None for one that is too long or has the denominator 0."""
-    for match in NUMBER.finditer(FRAC.sub(r" \1/\2", text[-LAST_CHARACTERS:])):
+    for match in NUMBER.finditer(FRAC.sub(lambda match: " " + _fraction(match), _plain(text[-LAST_CHARACTERS:]))):
         yield _value(match)
 
 
@@ -80,8 +96,36 @@ def parse_number(text: str) -> Fraction | None:
     >>> parse_number("$1,234.0"), parse_number("7 apples")
     (Fraction(1234, 1), None)
     """
-    match = NUMBER.fullmatch(FRAC.sub(r"\1/\2", text.strip())) if len(text) <= LAST_CHARACTERS else None
+    match = NUMBER.fullmatch(FRAC.sub(_fraction, _plain(text).strip())) if len(text) <= LAST_CHARACTERS else None
     return _value(match) if match else None
+
+
+def spelled(value: Fraction) -> str:
+    """One spelling for one number: a decimal where it ends soon, else a fraction.
+
+    >>> spelled(Fraction(5, 2)), spelled(Fraction(-1, 3)), spelled(Fraction(7))
+    ('2.5', '-1/3', '7')
+    """
+    # Ten places at most: 10**10 is a multiple of every such denominator.
+    if value.denominator == 1 or 10**10 % value.denominator:
+        return str(value)
+    whole, rest = divmod(abs(value) * 10**10, 10**10)
+    return f"{'-' * (value < 0)}{whole}.{int(rest):010}".rstrip("0")
+
+
+def _plain(text: str) -> str:
+    return THOUSANDS.sub(",", text).translate(PLAIN)
+
+
+def _fraction(match: re.Match[str]) -> str:
+    """3/2 of 1\\frac{1}{2}"""
+    whole, above, digit_above, below, digit_below = match.groups()
+    above, below = above or digit_above, below or digit_below
+    return f"{int(whole) * int(below) + int(above)}/{below}" if whole and above[0] != "-" else f"{above}/{below}"
+
+
+def _scored(value: Fraction | None, record: Record) -> dict[str, Any]:
+    return found(value == _gold_number(record), None if value is None else spelled(value))
 
 
 def _value(match: re.Match[str]) -> Fraction | None:

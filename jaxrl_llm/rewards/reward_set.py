@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
 from jaxrl_llm.errors import UserError
-from jaxrl_llm.rewards.forms import Form, Record, call, form_of
+from jaxrl_llm.rewards.forms import Form, Record, Result, call, form_of
 from jaxrl_llm.rewards.registry import resolve
+
+if TYPE_CHECKING:
+    from jaxrl_llm.rewards.pool import RewardPool
 
 REWARD_MODEL = "reward_model"  # the name of a reward model's column
 
@@ -28,6 +33,22 @@ class Scores:
     def num_failed(self) -> int:
         return int((~self.valid).sum())
 
+    @classmethod
+    def join(cls, parts: Sequence[Scores]) -> Scores:
+        """The scores of several batches, one behind the other."""
+        return cls(
+            np.concatenate([part.scores for part in parts]),
+            np.concatenate([part.valid for part in parts]),
+            [extras for part in parts for extras in part.extras],
+            [failure for part in parts for failure in part.failures],
+        )
+
+    def rows(self, places: Sequence[int]) -> Scores:
+        """Those of some rows; the failures stay, whichever rows they are of."""
+        return Scores(
+            self.scores[list(places)], self.valid[list(places)], [self.extras[p] for p in places], self.failures
+        )
+
 
 @dataclasses.dataclass(frozen=True)
 class Reward:
@@ -38,6 +59,7 @@ class Reward:
     form: Form
     weight: float
     data_sources: tuple[str, ...]  # empty: all
+    source: str = ""  # what `resolve` made the function of; "": it was given as it is
 
     def applies_to(self, record: Record) -> bool:
         """Rows without a data_source are scored by every function."""
@@ -47,9 +69,13 @@ class Reward:
 
 @dataclasses.dataclass(frozen=True)
 class RewardSet:
-    """K reward functions. `score` calls those over text; `jax_functions` are the steps' to call."""
+    """K reward functions. `score` calls those over text; `jax_functions` are the steps' to call.
+
+    Functions run in this process, or where `pooled` has put them, until `close`.
+    """
 
     rewards: tuple[Reward, ...]
+    pool: RewardPool | None = dataclasses.field(default=None, compare=False)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -77,7 +103,7 @@ class RewardSet:
         if REWARD_MODEL in self.names:
             raise UserError(f"reward.functions: {REWARD_MODEL!r} is the reward model's name; rename the function")
         column = Reward(REWARD_MODEL, score, "batched", float(weight), ())
-        return RewardSet((*self.rewards, column))
+        return dataclasses.replace(self, rewards=(*self.rewards, column))
 
     @property
     def record_arrays(self) -> dict[str, Any]:
@@ -109,12 +135,14 @@ class RewardSet:
 
     def try_out(self, prompt: str, record: Record) -> None:
         """Calls every function of text once with an empty response: one that returns no score is found out before
-        anything is compiled. That it fails on nothing proves nothing, and is passed over.
+        anything is compiled. That it fails on nothing proves nothing, and is passed over. A reward model is left out.
 
         Raises:
-          UserError: a function returned something that is no score, or a wrong number of them.
+          UserError: a function returned something that is no score, or a wrong number of them; or a worker of the pool
+            cannot load it.
         """
-        self.score([prompt], [""], [record])
+        functions = tuple(reward for reward in self.rewards if reward.name != REWARD_MODEL)
+        dataclasses.replace(self, rewards=functions).score([prompt], [""], [record])
 
     def score(self, prompts: Sequence[str], responses: Sequence[str], records: Sequence[Record]) -> Scores:
         """Scores B rows; a row that fails does so alone.
@@ -124,27 +152,71 @@ class RewardSet:
         Raises:
           UserError: a function returned something that is no score, or a wrong number of them.
         """
-        rows = len(responses)
-        scores = np.full((rows, len(self.rewards)), np.nan, np.float32)
+        return self.start(prompts, responses, records).result()
+
+    def start(self, prompts: Sequence[str], responses: Sequence[str], records: Sequence[Record]) -> Pending:
+        """As `score`, but without waiting: what the pool's workers do is under way when this returns, however many
+        batches are. What runs in this process, a reward model among it, runs when the result is asked for."""
+        return Pending(self, prompts, responses, records)
+
+    def close(self) -> None:
+        """Ends the pool's workers, if there is one, and all that they have started."""
+        if self.pool is not None:
+            self.pool.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class Pending:
+    """Rows whose scoring has begun, see `RewardSet.start`."""
+
+    def __init__(
+        self, rewards: RewardSet, prompts: Sequence[str], responses: Sequence[str], records: Sequence[Record]
+    ) -> None:
+        self._rewards, self._records, self._scores = rewards, records, None
+        self._columns: list[tuple[int, list[int], Callable[[], list[Result]]]] = []  # column, its rows, what they get
+        for column, reward in enumerate(rewards.rewards):
+            own = [row for row in range(len(responses)) if reward.applies_to(records[row])]
+            if reward.form == "jax" or not own:
+                continue
+            given = ([prompts[row] for row in own], [responses[row] for row in own], [records[row] for row in own])
+            if rewards.pool is not None and reward.name in rewards.pool.names:
+                self._columns.append((column, own, rewards.pool.start(reward.name, *given)))
+            else:
+                here = functools.partial(call, reward.function, reward.form, reward.name, *given)
+                self._columns.append((column, own, here))
+
+    def result(self) -> Scores:
+        """Waits for the scores, the same at each call.
+
+        Raises:
+          UserError: see `RewardSet.score`.
+        """
+        if self._scores is None:
+            self._scores = self._collect()
+        return self._scores
+
+    def _collect(self) -> Scores:
+        rewards, records = self._rewards.rewards, self._records
+        rows = len(records)
+        scores = np.full((rows, len(rewards)), np.nan, np.float32)
         applied, failed = np.zeros(rows, np.bool_), np.zeros(rows, np.bool_)
         extras: list[dict[str, Any]] = [{} for _ in range(rows)]
         failures: list[str] = []
-        for column, reward in enumerate(self.rewards):
+        for column, reward in enumerate(rewards):
             own = [row for row in range(rows) if reward.applies_to(records[row])]
             applied[own] = True
             scores[own, column] = 0
-            if reward.form == "jax" or not own:
-                continue
-            results = call(
-                reward.function,
-                reward.form,
-                reward.name,
-                [prompts[row] for row in own],
-                [responses[row] for row in own],
-                [records[row] for row in own],
-            )
-            for row, result in zip(own, results, strict=True):
-                extras[row] |= {f"{reward.name}/{key}": value for key, value in result.extras.items()}
+        for column, own, get in self._columns:
+            name = rewards[column].name
+            for row, result in zip(own, get(), strict=True):
+                extras[row] |= {f"{name}/{key}": value for key, value in result.extras.items()}
                 if result.failure is None:
                     scores[row, column] = result.score
                 else:
@@ -191,6 +263,7 @@ def make_rewards(
                 form=form_of(function, str(given) if isinstance(given, str) else name),
                 weight=float(weights[i]) if weights else 1.0,
                 data_sources=tuple(source for source in sources if source),
+                source=given if isinstance(given, str) else "",
             )
         )
     return RewardSet(tuple(rewards))

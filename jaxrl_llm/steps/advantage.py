@@ -8,20 +8,28 @@ import jax.numpy as jnp
 
 from jaxrl_llm.algorithms.advantages import AdvantageInputs, Estimator, adaptive_kl_update, kl_in_reward
 from jaxrl_llm.algorithms.correction import rollout_correction
-from jaxrl_llm.algorithms.masked import masked_var
-from jaxrl_llm.config import Algorithm, KLControl
+from jaxrl_llm.algorithms.masked import masked_mean, masked_var
+from jaxrl_llm.algorithms.shaping import overlong_penalty
+from jaxrl_llm.config import Algorithm, KLControl, OverlongBuffer
 from jaxrl_llm.steps.update import Metrics
 from jaxrl_llm.types import FINISH_LENGTH, Array, Batch
 
 
 def compute_advantages(
-    batch: Batch, kl_coef: Array, *, estimator: Estimator, settings: Algorithm, options: dict[str, Any]
+    batch: Batch,
+    kl_coef: Array,
+    *,
+    estimator: Estimator,
+    settings: Algorithm,
+    options: dict[str, Any],
+    overlong: OverlongBuffer | None = None,
 ) -> tuple[Batch, Array, Metrics]:
     """Writes `token_level_rewards`, `rollout_is_weights`, `loss_mask`, `advantages`, `returns`.
 
     Args:
       kl_coef: float32 [], of the KL in the reward.
       options: the estimator's keyword arguments.
+      overlong: how overlong responses are punished; None is not at all.
 
     Returns:
       the batch, the KL coefficient for the next step, and metrics.
@@ -31,6 +39,15 @@ def compute_advantages(
     mask = batch.response_mask & batch.row_valid[:, None]
     metrics: Metrics = {}
     rewards = jnp.where(mask, batch.token_level_scores, 0)
+    if overlong is not None and overlong.enable:
+        width = batch.response_width
+        penalty = overlong_penalty(
+            batch.response_length, limit=width, buffer=overlong.len, factor=overlong.penalty_factor
+        )
+        last = jnp.where(mask, jnp.arange(width)[None, :], -1).max(1)
+        rewards = rewards + jnp.where(jnp.arange(width)[None, :] == last[:, None], penalty[:, None], 0)
+        metrics["reward/overlong_penalty/mean"] = masked_mean(penalty, mask.any(1))
+        metrics["reward/overlong_ratio"] = masked_mean((penalty < 0).astype(jnp.float32), mask.any(1))
     if settings.use_kl_in_reward:
         batch.require("old_log_probs", "ref_log_prob", phase="adv")
         assert batch.old_log_probs is not None and batch.ref_log_prob is not None

@@ -292,6 +292,11 @@ def _adv(
     kl_coef: Array,
 ) -> tuple[Batch, Array, Metrics]:
     batch, kl_coef, metrics = compute_advantages(
-        batch, kl_coef, estimator=estimator, settings=config.algorithm, options=options
+        batch,
+        kl_coef,
+        estimator=estimator,
+        settings=config.algorithm,
+        options=options,
+        overlong=config.reward.overlong_buffer,
     )
     return batch, kl_coef, metrics | data_metrics(batch, use_critic=use_critic, reward_names=names)

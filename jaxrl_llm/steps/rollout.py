@@ -1,4 +1,5 @@
-"""Sampling responses: `append` puts tokens into the cache, `decode` samples until every row has stopped.
+"""Sampling responses: `append` puts tokens into the cache, `decode` samples until every row has stopped. Between two
+turns of a conversation `observe` puts what an environment answered behind what was sampled.
 
 Keys: the step's key is folded with the prompt's uid, then the sample's index, then the token's index, so that a row's
 draws depend on nothing but who it is: permuting the prompts permutes the responses, and two equal prompts differ.
@@ -67,8 +68,6 @@ def decode(
     stop_ids = jnp.where(stops.ids < 0, model.vocab_size, stops.ids)
     is_stop = jnp.zeros(model.vocab_size, bool).at[stop_ids].set(True, mode="drop")
     matched = stops.strings.shape[0] - 1
-    # Row by row: indexed with [rows, slot], a batch spread over a mesh would be gathered at every token.
-    put = jax.vmap(lambda row, slot, value: row.at[slot].set(value, mode="drop"))
 
     def step(carry: tuple[KVCache, DecodeState]) -> tuple[KVCache, DecodeState]:
         cache, s = carry
@@ -90,15 +89,46 @@ def decode(
         hidden, cache = append(model, params, cache, token[:, None], active[:, None])
         return cache, s.replace(
             hidden=jnp.where(active[:, None], hidden, s.hidden),
-            responses=put(s.responses, slot, token),
-            response_mask=put(s.response_mask, slot, active),
-            rollout_log_probs=put(s.rollout_log_probs, slot, log_prob.astype(s.rollout_log_probs.dtype)),
+            responses=_put(s.responses, slot, token),
+            response_mask=_put(s.response_mask, slot, active),
+            rollout_log_probs=_put(s.rollout_log_probs, slot, log_prob.astype(s.rollout_log_probs.dtype)),
             length=length,
             stop_state=jnp.where(active, automaton, s.stop_state),
             finish_reason=jnp.where(active, reason, s.finish_reason).astype(jnp.int32),
         )
 
     return jax.lax.while_loop(lambda carry: ~carry[1].done.all(), step, (cache, state))
+
+
+# Row by row: indexed with [rows, slot], a batch spread over a mesh would be gathered at every token.
+_put = jax.vmap(lambda row, slot, value: row.at[slot].set(value, mode="drop"))
+
+
+def observe(
+    model: Model, params: Params, cache: KVCache, state: DecodeState, tokens: Array, mask: Array
+) -> tuple[KVCache, DecodeState]:
+    """Puts an environment's observation behind what each row has sampled; those rows can be decoded further.
+
+    The tokens are in the row's context and in its frame, but not in its `response_mask`: the policy did not say them,
+    and nothing is learned of them. What was sampled stays in the cache as it was sampled.
+
+    Args:
+      tokens: int32 [B, O]
+      mask: bool [B, O], the observation's tokens, first ones first; a row without any is done and stays so. A row
+        whose frame (`max_new_tokens`) has no room behind it ends by its length.
+    """
+    chex.assert_equal_shape([tokens, mask])
+    hidden, cache = append(model, params, cache, tokens, mask)
+    slots = jnp.where(mask, state.length[:, None] + jnp.cumsum(mask, 1) - 1, state.responses.shape[1])
+    length, observed = state.length + mask.sum(1, dtype=jnp.int32), mask.any(1)
+    again = jnp.where(length < state.max_new_tokens, 0, FINISH_LENGTH)
+    return cache, state.replace(
+        hidden=jnp.where(observed[:, None], hidden, state.hidden),
+        responses=_put(state.responses, slots, tokens),
+        length=length,
+        stop_state=jnp.where(observed, 0, state.stop_state),
+        finish_reason=jnp.where(observed, again, state.finish_reason).astype(jnp.int32),
+    )
 
 
 def start_decoding(hidden: Array, key: Array, max_new_tokens: Array, width: int) -> DecodeState:
@@ -131,6 +161,38 @@ def row_keys(key: Array, uid: Array, n: int) -> Array:
     return per_row.reshape(-1)
 
 
+def begin(
+    model: Model, params: Params, prompts: Prompts, key: Array, *, n: int, width: int
+) -> tuple[KVCache, DecodeState]:
+    """The prompts in the cache, once for the n rows of each, and every row ready for its first token; see `rollout`."""
+    groups, prompt_width = prompts.prompts.shape
+    chex.assert_shape(prompts.prompt_mask, (groups, prompt_width))
+    chex.assert_shape([prompts.uid, prompts.prompt_valid], (groups,))
+    limit = jnp.full(groups, width, jnp.int32) if prompts.max_new_tokens is None else prompts.max_new_tokens
+    limit = jnp.where(prompts.prompt_valid, jnp.clip(limit, 0, width), 0)
+    empty = model.init_cache(groups, prompt_width)
+    hidden, cache = append(model, params, empty, prompts.prompts, prompts.prompt_mask)
+    keys = row_keys(key, prompts.uid, n)
+    state = start_decoding(jnp.repeat(hidden, n, axis=0), keys, jnp.repeat(limit, n, axis=0), width)
+    return cache.fork(n, width), state
+
+
+def as_batch(prompts: Prompts, state: DecodeState) -> Batch:
+    """The batch of rows that have ended, with the evidence of `gen`."""
+    return Batch(
+        prompts=prompts.prompts,
+        prompt_mask=prompts.prompt_mask,
+        prompt_valid=prompts.prompt_valid,
+        record_arrays=prompts.record_arrays,
+        uid=jnp.repeat(prompts.uid, state.length.shape[0] // prompts.uid.shape[0], axis=0),
+        responses=state.responses,
+        response_mask=state.response_mask,
+        response_length=state.length,
+        rollout_log_probs=state.rollout_log_probs,
+        finish_reason=state.finish_reason,
+    )
+
+
 def rollout(
     model: Model,
     params: Params,
@@ -154,29 +216,6 @@ def rollout(
       A batch of G·n rows with the evidence of `gen`. A row's tokens depend on key, uid and sample index alone, not on
       where it stands (bitwise at one shape; other shapes sum in another order).
     """
-    groups, prompt_width = prompts.prompts.shape
-    chex.assert_shape(prompts.prompt_mask, (groups, prompt_width))
-    chex.assert_shape([prompts.uid, prompts.prompt_valid], (groups,))
-    limit = jnp.full(groups, width, jnp.int32) if prompts.max_new_tokens is None else prompts.max_new_tokens
-    limit = jnp.where(prompts.prompt_valid, jnp.clip(limit, 0, width), 0)
-
-    empty = model.init_cache(groups, prompt_width)
-    hidden, cache = append(model, params, empty, prompts.prompts, prompts.prompt_mask)
-
-    def per_row(x: Array) -> Array:
-        return jnp.repeat(x, n, axis=0)
-
-    state = start_decoding(per_row(hidden), row_keys(key, prompts.uid, n), per_row(limit), width)
-    _, state = decode(model, params, cache.fork(n, width), state, sampling=sampling, stops=stops)
-    return Batch(
-        prompts=prompts.prompts,
-        prompt_mask=prompts.prompt_mask,
-        prompt_valid=prompts.prompt_valid,
-        record_arrays=prompts.record_arrays,
-        uid=per_row(prompts.uid),
-        responses=state.responses,
-        response_mask=state.response_mask,
-        response_length=state.length,
-        rollout_log_probs=state.rollout_log_probs,
-        finish_reason=state.finish_reason,
-    )
+    cache, state = begin(model, params, prompts, key, n=n, width=width)
+    _, state = decode(model, params, cache, state, sampling=sampling, stops=stops)
+    return as_batch(prompts, state)

@@ -1,14 +1,32 @@
 """The whole step as one pure function: the phases of `phases.py` composed, for a reward that is a JAX function.
 
-    config = load_config("configs/smollm2_addition.py")
-    program = make_program(config, make_transformer(shape))
-    state = program.init(init_params(program.actor_model, jax.random.key(0)))
-    step = jax.jit(make_step(program, reward_fn))
-    state, metrics, batch = step(state, prompts, step_key(config.seed, 0))
+>>> import jax
+>>> import jax.numpy as jnp
+>>> from jaxrl_llm import load_config
+>>> from jaxrl_llm.models.transformer import TransformerConfig, init_params, make_transformer
+>>> from jaxrl_llm.steps.phases import make_program
+>>> from jaxrl_llm.steps.step import make_step, step_key
+>>> from jaxrl_llm.types import Prompts
+>>> sizes = {"num_layers": 1, "width": 16, "num_heads": 2, "num_kv_heads": 2, "head_dim": 8, "mlp_width": 32}
+>>> shape = TransformerConfig(
+...     vocab_size=32, real_vocab_size=32, max_positions=64, tie_embeddings=True, **sizes
+... )
+>>> def even_tokens(responses, mask, record_arrays):  # [B, R], [B, R] -> a score for each response
+...     return (mask & (responses % 2 == 0)).sum(1) / mask.sum(1)
+>>> prompts = Prompts(
+...     prompts=jnp.array([[0, 5, 6], [7, 8, 9]]),
+...     prompt_mask=jnp.array([[False, True, True], [True, True, True]]),  # padded on the left
+...     uid=jnp.arange(2),
+...     prompt_valid=jnp.ones(2, bool),
+... )
 
-(`make_program` is in phases.py; `make_transformer`, `init_params` and `shape`, a `TransformerConfig`, in
-models/transformer.py; `reward_fn(responses, mask, record_arrays)` gives one score a response; `prompts` is a
-`types.Prompts`.)
+>>> config = load_config("configs/quickstart.py", {"data.train_batch_size": 2, "model.scan_layers": True})
+>>> program = make_program(config, make_transformer(shape))
+>>> state = program.init(init_params(program.actor_model, jax.random.key(0)))
+>>> step = jax.jit(make_step(program, even_tokens))
+>>> state, metrics, batch = step(state, prompts, step_key(config.seed, 0))
+>>> int(state.step), batch.advantages.shape  # 2 prompts, 8 responses to each, of 4 tokens at most
+(1, (16, 4))
 
 It can be jitted, scanned over steps and vmapped over seeds. The trainer runs the same phases one by one.
 """

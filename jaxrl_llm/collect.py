@@ -1,0 +1,287 @@
+"""From prompts to a scored batch: the phases data, gen (gen_max) and reward, again where groups without spread are
+replaced (DAPO's dynamic sampling, https://arxiv.org/abs/2503.14476). Host rewards of one part of the prompts are worked
+out while the next part is being sampled."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxrl_llm.compiled import Compiled, CompiledStep
+from jaxrl_llm.config import Config
+from jaxrl_llm.curriculum import Curriculum
+from jaxrl_llm.data import PromptBatch, PromptData
+from jaxrl_llm.environments import Message
+from jaxrl_llm.errors import UserError, nearest
+from jaxrl_llm.loading import Inputs
+from jaxrl_llm.rewards import RewardSet, Scores, pooled
+from jaxrl_llm.samplers import Sampled, Sampler
+from jaxrl_llm.sharding import Layout
+from jaxrl_llm.timers import Timers
+from jaxrl_llm.types import Batch, Params, check_batch
+
+Metrics = dict[str, float]
+
+
+@dataclasses.dataclass(frozen=True)
+class Collected:
+    """A scored batch, and what belongs to its rows on the host."""
+
+    batch: Batch  # with the evidence of `reward`
+    given: PromptBatch
+    sampled: Sampled
+    scored: Scores
+    metrics: Metrics = dataclasses.field(default_factory=dict)
+    curriculum: Curriculum | None = None  # as it is after this step
+
+
+class Collector:
+    """Samples and scores the prompts of a step."""
+
+    def __init__(
+        self,
+        config: Config,
+        data: PromptData,
+        rewards: RewardSet,
+        phases: CompiledStep,
+        *,
+        sampler: Sampler,
+        greedy_sampler: Sampler | None,
+        layout: Layout,
+        vocab_size: int,
+        timers: Timers,
+    ) -> None:
+        self._config, self._data, self._rewards, self._phases = config, data, rewards, phases
+        self._sampler, self._greedy_sampler = sampler, greedy_sampler
+        self._layout, self._vocab_size, self._timers = layout, vocab_size, timers
+
+    def __call__(self, view: Params, step: int, cursor: int, curriculum: Curriculum | None) -> Collected:
+        """The batch of a step.
+
+        Raises:
+          UserError: a reward returned something that is no score; or none has the metric that groups are chosen by.
+        """
+        settings = self._config.algorithm.filter_groups
+        count = self._config.data.train_batch_size
+        kept, good, sampled, failed, batches = None, 0, 0, 0, 0
+        while good < count and batches < settings.max_num_gen_batches:
+            batches += 1
+            with self._timers("data"):
+                given = self._draw(cursor, curriculum)
+            cursor = given.cursor
+            new = self._sample(view, given, step)
+            if curriculum is not None:
+                curriculum = curriculum.learn(given.indices, self.success(new))
+                new = dataclasses.replace(new, curriculum=curriculum)
+            sampled, failed = sampled + len(new.scored.valid), failed + new.scored.num_failed
+            if not settings.enable:
+                return dataclasses.replace(new, metrics=_metrics(new))
+            with self._timers("reward") as wait:
+                spread = self._groups_with_spread(new)
+                found = len(spread)
+                rest = [g for g in range(count) if g not in set(spread)]
+                if kept is None:
+                    kept = new if found == count else self._pick(new, new, [*spread, *rest])
+                else:
+                    order = [*range(good), *(count + g for g in [*spread, *rest])][:count]
+                    kept = self._pick(kept, new, order)
+                wait(kept.batch)
+            good += found
+        assert kept is not None
+        groups = batches * count
+        metrics = _metrics(kept) | {
+            "train/num_gen_batches": float(batches),
+            "filter_groups/kept_ratio": good / groups,
+            "filter_groups/unfilled": float(max(count - good, 0)),
+            "filter_groups/discarded": float(groups - count),
+            "reward/failed_ratio": failed / sampled,
+        }
+        given = dataclasses.replace(kept.given, cursor=cursor)
+        return dataclasses.replace(kept, given=given, metrics=metrics, curriculum=curriculum)
+
+    def success(self, collected: Collected) -> list[float]:
+        """How right the responses to each prompt are, by the curriculum's metric: means in [0, 1], NaN of none.
+
+        Raises:
+          UserError: the metric is not there, or not in [0, 1].
+        """
+        key = "config.data.curriculum.metric"
+        values = self._metric(collected, self._config.data.curriculum.metric, key)
+        if np.nanmax(values, initial=0) > 1 or np.nanmin(values, initial=0) < 0:
+            bad = values[(values > 1) | (values < 0)][0]
+            raise UserError(f"{key}: a success is in [0, 1], found {bad:g}; name a metric that is")
+        count = (~np.isnan(values)).sum(1)
+        return np.where(count > 0, np.nansum(values, 1) / np.maximum(count, 1), np.nan).tolist()
+
+    def _draw(self, cursor: int, curriculum: Curriculum | None) -> PromptBatch:
+        count = self._config.data.train_batch_size
+        if curriculum is None:
+            return self._data.batch(cursor, count)
+        return self._data.take(curriculum.draw(cursor, count), cursor)
+
+    def _sample(self, view: Params, given: PromptBatch, step: int) -> Collected:
+        phases, timer, parts = self._phases, self._timers, given.split(self._config.rollout.parts)
+        with timer("gen") as wait:
+            started = [self._sampler.start(view, part, step) for part in parts]
+            pieces, pending = [], []
+            for part, finish in zip(parts, started, strict=True):
+                pieces.append(finish())
+                pending.append(start_scoring(self._rewards, part, pieces[-1]))
+            sampled = join_sampled(phases.join, pieces)
+            wait(sampled.batch)
+        greedy = None
+        if self._greedy_sampler and phases.reward_max:
+            with timer("gen_max"):
+                best = [self._greedy_sampler(view, part, step) for part in parts]
+            with timer("reward"):
+                scored = [start_scoring(self._rewards, part, piece)() for part, piece in zip(parts, best, strict=True)]
+                greedy, _ = self._write(phases.reward_max, join_sampled(phases.join_max, best), scored, None)
+        with timer("reward") as wait:
+            batch, scored = self._write(phases.reward, sampled, [finish() for finish in pending], greedy)
+            wait(batch)
+        return Collected(batch, given, sampled, scored)
+
+    def _write(
+        self, reward: Compiled, sampled: Sampled, scored: Sequence[Scores], greedy: Batch | None
+    ) -> tuple[Batch, Scores]:
+        check_batch(sampled.batch, n=sampled.batch.n, vocab_size=self._vocab_size)
+        whole = Scores.join(scored)
+        return reward(sampled.batch, *self._layout.put_rows((whole.scores, whole.valid)), greedy), whole
+
+    def _groups_with_spread(self, collected: Collected) -> list[int]:
+        key = "config.algorithm.filter_groups.metric"
+        values = self._metric(collected, self._config.algorithm.filter_groups.metric, key)
+        low = np.where(np.isnan(values), np.inf, values).min(1)
+        high = np.where(np.isnan(values), -np.inf, values).max(1)
+        return np.flatnonzero(high > low).tolist()
+
+    def _metric(self, collected: Collected, name: str, key: str) -> np.ndarray:
+        """float64 [G, n] of the raw scores; NaN where a row has none. Nothing that shapes the reward is in it."""
+        batch = collected.batch
+        scores, scored, valid = jax.device_get((batch.scores, batch.scores_mask, batch.row_valid))
+        names = self._rewards.names
+        extras = collected.scored.extras
+        if name == "score":
+            values = scores.astype(np.float64) @ self._rewards.weights.astype(np.float64)
+        elif name in names:
+            column = names.index(name)
+            values = np.where(scored[:, column], scores[:, column].astype(np.float64), np.nan)
+        else:
+            values = np.array([_number(row.get(name)) for row in extras])
+            if np.isnan(values).all() and valid.any():
+                known = sorted(
+                    {"score", *names, *(k for row in extras for k, v in row.items() if _number(v) == _number(v))}
+                )
+                raise UserError(f"{key} = {name!r}: no response has it; {nearest(name, known)}")
+        return np.where(valid, values, np.nan).reshape(-1, batch.n)
+
+    def _pick(self, first: Collected, second: Collected, order: list[int]) -> Collected:
+        """The groups of both at `order`, the second one's behind the first one's."""
+        assert self._phases.pick is not None
+        batch = self._phases.pick(first.batch, second.batch, np.array(order, np.int32))
+        n = batch.n
+        rows = [g * n + i for g in order for i in range(n)]
+        one, other = first.sampled, second.sampled
+        conversations = None
+        if one.conversations is not None and other.conversations is not None:
+            conversations = _at([*one.conversations, *other.conversations], rows)
+        sampled = Sampled(batch, _at([*one.texts, *other.texts], rows), conversations)
+        prompts = jax.tree.map(lambda a, b: np.concatenate([a, b])[order], first.given.prompts, second.given.prompts)
+        given = dataclasses.replace(
+            second.given,
+            prompts=prompts,
+            records=_at([*first.given.records, *second.given.records], order),
+            texts=_at([*first.given.texts, *second.given.texts], order),
+            indices=_at([*first.given.indices, *second.given.indices], order),
+        )
+        return Collected(batch, given, sampled, Scores.join([first.scored, second.scored]).rows(rows))
+
+
+def open_rewards(config: Config, inputs: Inputs) -> Inputs:
+    """The inputs, their rewards over text in a pool of workers, which are starting up and which
+    `inputs.rewards.close()` ends.
+
+    Raises:
+      UserError: a function cannot be sent to a worker.
+    """
+    settings = config.reward
+    options = {"num_workers": settings.num_workers, "timeout": settings.timeout, "memory_limit": settings.memory_limit}
+    return dataclasses.replace(inputs, rewards=pooled(inputs.rewards, **options))
+
+
+def try_out(inputs: Inputs) -> None:
+    """Calls every reward once for each kind of prompts, see `RewardSet.try_out`."""
+    for data in (inputs.train, inputs.held_out):
+        if data is not None:
+            inputs.rewards.try_out(*data.first())
+
+
+def start_scoring(rewards: RewardSet, given: PromptBatch, sampled: Sampled) -> Callable[[], Scores]:
+    """Begins to score B = G · n responses; what it returns, called, waits for the scores. The rows of filler prompts
+    are not scored, and not valid; neither are those whose environment has failed."""
+    n = len(sampled.texts) // len(given.records)
+    real = int(np.asarray(given.prompts.prompt_valid).sum())  # fillers come last
+    records: list[Mapping[str, Any]] = [record for record in given.records[:real] for _ in range(n)]
+    if sampled.conversations is not None:
+        records = [{**r, "conversation": c} for r, c in zip(records, sampled.conversations, strict=False)]
+    prompts = [text for text in given.texts[:real] for _ in range(n)]
+
+    pending = rewards.start(prompts, sampled.texts[: real * n], records)
+
+    def finish() -> Scores:
+        scored = pending.result()
+        fill, valid = len(sampled.texts) - real * n, scored.valid.copy()
+        valid[list(sampled.failures)] = False
+        return dataclasses.replace(
+            scored,
+            scores=np.pad(scored.scores, ((0, fill), (0, 0))),
+            valid=np.pad(valid, (0, fill)),
+            extras=scored.extras + [{}] * fill,
+            failures=[*sampled.failures.values(), *scored.failures],
+        )
+
+    return finish
+
+
+def join_sampled(join: Compiled | None, pieces: Sequence[Sampled]) -> Sampled:
+    """The parts of a batch as the whole.
+
+    Args:
+      join: (batches) -> batch; None where there is one part.
+    """
+    if join is None:
+        (whole,) = pieces
+        return whole
+    conversations: list[list[Message]] | None = None
+    if all(piece.conversations is not None for piece in pieces):
+        conversations = [c for piece in pieces for c in piece.conversations or ()]
+    return Sampled(
+        join(tuple(piece.batch for piece in pieces)),
+        [text for piece in pieces for text in piece.texts],
+        conversations,
+    )
+
+
+def _metrics(collected: Collected) -> Metrics:
+    found: Metrics = {}
+    if conversations := collected.sampled.conversations:
+        turns = [collected.sampled.num_turns(row) for row in range(len(conversations))]
+        found |= {f"num_turns/{name}": float(f(turns)) for name, f in (("mean", np.mean), ("max", max), ("min", min))}
+    if collected.curriculum is not None:
+        success = collected.curriculum.success
+        drawn = ~np.isnan(success)
+        found["curriculum/success/mean"] = float(success[drawn].mean()) if drawn.any() else 0.0
+        found["curriculum/drawn_ratio"] = float(drawn.mean())
+    return found
+
+
+def _at(values: Sequence[Any], places: Sequence[int]) -> list[Any]:
+    return [values[place] for place in places]
+
+
+def _number(value: Any) -> float:
+    return float(value) if isinstance(value, bool | int | float) else np.nan

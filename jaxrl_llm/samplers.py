@@ -1,0 +1,241 @@
+"""The phase `gen` as the trainer and evaluation run it: from prompts to a batch and its responses as texts, in one turn
+or in several with an environment (environments.py) that answers between them."""
+
+from __future__ import annotations
+
+import dataclasses
+import traceback
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import jax
+import numpy as np
+
+from jaxrl_llm.compiled import AnySampler, CompiledTurns
+from jaxrl_llm.config import Config
+from jaxrl_llm.data import PromptBatch, prompt_of
+from jaxrl_llm.environments import Message, as_message, resolve
+from jaxrl_llm.errors import UserError
+from jaxrl_llm.loading import Inputs
+from jaxrl_llm.models import hf
+from jaxrl_llm.sharding import Layout
+from jaxrl_llm.steps.rollout import StopRules
+from jaxrl_llm.tokenizer import render_observation, response_text
+from jaxrl_llm.types import FINISH_STOP, Batch, Params
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+
+@dataclasses.dataclass(frozen=True)
+class Sampled:
+    """A freshly sampled batch, and what the host reads of it."""
+
+    batch: Batch
+    # B, what rewards read: the policy's own tokens but special ones, cut before a stop token or string; of a
+    # conversation its last turn.
+    texts: list[str]
+    conversations: list[list[Message]] | None = (
+        None  # B, where there is an environment: every message, the prompt's too
+    )
+    failures: dict[int, str] = dataclasses.field(default_factory=dict)  # row -> why its environment failed
+
+    def num_turns(self, row: int) -> int:
+        """Turns of the policy."""
+        if self.conversations is None:
+            return 1
+        return sum(message["role"] == "assistant" for message in self.conversations[row])
+
+    @property
+    def shown(self) -> list[str]:
+        """The responses as people see them: of a conversation everything behind the prompt."""
+        if self.conversations is None:
+            return self.texts
+        return [_shown(conversation) for conversation in self.conversations]
+
+
+def response_texts(
+    batch: Batch, tokenizer: PreTrainedTokenizerFast, stops: StopRules, stop: Sequence[str]
+) -> list[str]:
+    """The responses [B] as rewards see them: their own tokens but special ones, cut before a stop token or string."""
+    host = jax.device_get((batch.responses, batch.response_mask, batch.finish_reason, stops.ids, stops.min_new_tokens))
+    responses, mask, reasons, stop_ids, least = (np.asarray(x) for x in host)
+    return [
+        response_text(tokenizer, ids[own].tolist(), reason == FINISH_STOP, stop_ids, stop, int(least))
+        for ids, own, reason in zip(responses, mask, reasons, strict=True)
+    ]
+
+
+def _shown(conversation: Sequence[Message]) -> str:
+    first = next((at for at, m in enumerate(conversation) if m["role"] == "assistant"), len(conversation))
+    return "\n".join(
+        m["content"] if m["role"] == "assistant" else f"[{m['role']}: {m['content']}]" for m in conversation[first:]
+    )
+
+
+class Sampler:
+    """`start(view, given, step)` begins to sample on the devices; what it returns, called, waits and gives a `Sampled`.
+
+    So one part can be scored while the next is being sampled. (Of conversations all is done when the result is asked
+    for: the host takes part in them.)
+    """
+
+    def __init__(
+        self,
+        compiled: AnySampler,
+        config: Config,
+        *,
+        layout: Layout,
+        tokenizer: PreTrainedTokenizerFast,
+        stops: StopRules,
+        conversation: Conversation | None = None,
+    ) -> None:
+        """
+        Args:
+          compiled: see `compiled.compile_sampler`; of several turns if and only if `conversation` is given.
+        """
+        self._compiled, self._layout, self._stops = compiled, layout, stops
+        self._tokenizer, self._stop, self._conversation = tokenizer, config.rollout.stop, conversation
+
+    def start(self, view: Params, given: PromptBatch, step: int) -> Callable[[], Sampled]:
+        prompts, number = self._layout.put_rows(given.prompts), np.int32(step)
+        if isinstance(self._compiled, CompiledTurns):
+            return lambda: self._converse(view, given, prompts, number)
+        batch = self._compiled(view, prompts, self._stops, number)
+        return lambda: Sampled(batch, response_texts(batch, self._tokenizer, self._stops, self._stop))
+
+    def __call__(self, view: Params, given: PromptBatch, step: int) -> Sampled:
+        return self.start(view, given, step)()
+
+    def _converse(self, view: Params, given: PromptBatch, prompts: Any, step: np.int32) -> Sampled:
+        assert isinstance(self._compiled, CompiledTurns) and self._conversation is not None
+        talk, compiled = self._conversation, self._compiled
+        cache, state = compiled.begin(view, prompts, self._stops, step)
+        stop_ids, least = jax.device_get((self._stops.ids, self._stops.min_new_tokens))
+        rows = state.length.shape[0]
+        n = rows // len(given.records)
+        limits = np.repeat(np.asarray(given.prompts.max_new_tokens), n)
+        records = [record for record in given.records for _ in range(n)]
+        conversations = [talk.opening(record) if record else [] for record in records]
+        texts, failures = [""] * rows, {}
+        begun, active = np.zeros(rows, np.int32), limits > 0
+        truncated = np.zeros(rows, np.bool_)
+        for turn in range(talk.max_turns):
+            responses, lengths, reasons = jax.device_get((state.responses, state.length, state.finish_reason))
+            tokens = np.zeros((rows, talk.width), np.int32)
+            mask = np.zeros(tokens.shape, np.bool_)
+            for row in np.flatnonzero(active).tolist():
+                own, stopped = responses[row, begun[row] : lengths[row]].tolist(), bool(reasons[row] == FINISH_STOP)
+                held = int(least) if turn == 0 else 0  # the least length is of the response, not of a turn
+                texts[row] = response_text(self._tokenizer, own, stopped, stop_ids, self._stop, held)
+                conversations[row].append({"role": "assistant", "content": texts[row]})
+                active[row] = False
+                if not stopped or turn + 1 == talk.max_turns:
+                    continue
+                try:
+                    observation = talk.environment(list(conversations[row]), records[row])
+                except (Exception, SystemExit):
+                    failures[row] = f"row {row}: the environment {talk.name!r} failed: {traceback.format_exc()[-4000:]}"
+                    continue
+                message = as_message(observation, f"the environment {talk.name!r}")
+                if message is None:
+                    continue
+                message, ids = talk.fit(records[row], message, own[-1])
+                if lengths[row] + len(ids) >= limits[row]:  # no room for it and a token more
+                    truncated[row] = True
+                    continue
+                conversations[row].append(message)
+                tokens[row, : len(ids)], mask[row, : len(ids)] = ids, True
+                begun[row], active[row] = lengths[row] + len(ids), True
+            if not active.any():
+                break
+            put = self._layout.put_rows((tokens, mask))
+            cache, state = compiled.go_on(view, cache, state, *put, self._stops)
+        del cache
+        batch = compiled.finish(prompts, state, self._layout.put_rows(truncated))
+        return Sampled(batch, texts, conversations, failures)
+
+
+class Conversation:
+    """The config's environment, and how its observations become tokens."""
+
+    def __init__(self, config: Config, tokenizer: PreTrainedTokenizerFast, end_ids: Sequence[int]) -> None:
+        """
+        Raises:
+          UserError: there is no such environment.
+        """
+        settings = config.rollout.multi_turn
+        self.name, self.environment = settings.environment, resolve(settings.environment)
+        self.max_turns, self.width = settings.max_assistant_turns, settings.max_observation_length
+        self._data, self._tokenizer, self._end_ids = config.data, tokenizer, set(end_ids)
+
+    def opening(self, record: Any) -> list[Message]:
+        """The messages of a record's prompt."""
+        prompt = prompt_of(record, self._data.prompt_key, self._data.prompt_template)
+        return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [dict(m) for m in prompt]
+
+    def fit(self, record: Any, message: Message, last: int) -> tuple[Message, list[int]]:
+        """The message, its text cut at the end until its tokens are at most `max_observation_length`, and those tokens.
+
+        Args:
+          last: the token that ended the turn before it.
+
+        Raises:
+          UserError: the chat template refuses it, or takes more tokens than that for a message without a text.
+        """
+
+        def ids(characters: int) -> list[int]:
+            return render_observation(
+                self._tokenizer,
+                prompt_of(record, self._data.prompt_key, self._data.prompt_template),
+                {**message, "content": message["content"][:characters]},
+                end_ids=self._end_ids,
+                turn_ended=last in self._end_ids,
+                chat_template=self._data.chat_template,
+                template_kwargs=self._data.template_kwargs,
+            )
+
+        # No token is longer than this many characters, so that a text of megabytes is not encoded whole.
+        high = min(len(message["content"]), 64 * self.width)
+        if len(found := ids(high)) <= self.width:
+            return {**message, "content": message["content"][:high]}, found
+        low = 0
+        while low < high:  # the longest beginning that fits
+            middle = (low + high + 1) // 2
+            low, high = (middle, high) if len(ids(middle)) <= self.width else (low, middle - 1)
+        if len(found := ids(low)) > self.width:
+            raise UserError(
+                f"config.rollout.multi_turn.max_observation_length = {self.width}: what the chat template writes "
+                f"around an observation takes {len(found)} tokens by itself"
+            )
+        return {**message, "content": message["content"][:low]}, found
+
+
+def make_conversation(config: Config, inputs: Inputs) -> Conversation | None:
+    """The config's conversation, tried out on the first prompt; None where there is no environment.
+
+    Raises:
+      UserError: there is no such environment, it does not return a text, a message or None, or no message can follow a
+        turn in the chat template.
+    """
+    if not config.rollout.multi_turn.environment:
+        return None
+    end_ids = hf.read_eos_ids(inputs.folder)
+    conversation = Conversation(config, inputs.tokenizer, end_ids)
+    data = inputs.train or inputs.held_out
+    assert data is not None
+    _, record = data.first()
+    conversation.fit(record, {"role": "user", "content": "0"}, end_ids[0])
+    return conversation
+
+
+def make_sampler(config: Config, inputs: Inputs, layout: Layout, stops: StopRules, compiled: AnySampler) -> Sampler:
+    """The sampler of a config, from what is compiled of it."""
+    return Sampler(
+        compiled,
+        config,
+        layout=layout,
+        tokenizer=inputs.tokenizer,
+        stops=stops,
+        conversation=make_conversation(config, inputs),
+    )
