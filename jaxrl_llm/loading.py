@@ -80,7 +80,7 @@ def load_inputs(config: Config, *, train: bool = True) -> Inputs:
             limit=limit,
             config_key=f"config.{key}",
         )
-        if not given.model.path:  # which scores them all
+        if given.functions and not given.model.path:  # which scores them all
             rewards.check(found.records)
         return found
 
@@ -121,6 +121,7 @@ def make_models(config: Config, inputs: Inputs, layout: Layout) -> tuple[Model, 
     Raises:
       UserError: a model is too small for the tokenizer's ids or for the lengths of prompts and responses.
     """
+
     def model(folder: Path, value_head: bool) -> Model:
         shape = _shape(config, inputs, folder)
         if not value_head and hf.is_classifier(hf.read_config(folder)):
