@@ -153,7 +153,8 @@ def _assign(raw: ConfigDict, key: str, value: Any) -> None:
 
 def _read_file(path: Path) -> ConfigDict:
     if not path.is_file():
-        raise UserError("; ".join(filter(None, [f"--config={path}: no such file", nearest_path(path)])))
+        why = "a folder, expected a recipe (.py) or a run's config.json" if path.is_dir() else "no such file"
+        raise UserError("; ".join(filter(None, [f"--config={path}: {why}", nearest_path(path)])))
     if path.suffix == ".json":
         try:
             return ConfigDict(with_new_knobs(json.loads(path.read_text())), type_safe=False)

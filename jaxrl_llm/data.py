@@ -8,18 +8,17 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import re
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
-import grain
 import jax
 import numpy as np
 
-from jaxrl_llm.errors import UserError, naming, nearest
+from jaxrl_llm.chat import control_token_in, render_prompt
+from jaxrl_llm.errors import UserError, naming
+from jaxrl_llm.order import draw_order
+from jaxrl_llm.records import field, prompt_of, prompt_text
 from jaxrl_llm.sources import Record, open_source
-from jaxrl_llm.tokenizer import Chat, control_token_in, render_prompt
 from jaxrl_llm.types import Prompts
 
 if TYPE_CHECKING:
@@ -138,7 +137,7 @@ class PromptData:
             if not count:
                 reason = f"all {len(source)} are longer than {prompt_length} tokens" if len(source) else "it is empty"
                 raise UserError(f"{spec!s:.80}: no prompts to draw; {reason}")
-        self._order = _order(counts, weights, seed=seed, shuffle=shuffle)
+        self._order = draw_order(counts, weights, seed=seed, shuffle=shuffle)
 
     def __len__(self) -> int:
         """Prompts in an epoch."""
@@ -248,110 +247,3 @@ class PromptData:
         if dtype == np.int32 and stacked.size and np.abs(stacked).max() > np.iinfo(np.int32).max:
             raise UserError(f"record array {name!r}: {np.abs(stacked).max()} does not fit into 32 bits")
         return stacked.astype(dtype)
-
-
-def epoch_steps(num_prompts: int, prompts_per_step: int, epochs: int = 1) -> int:
-    """Steps after which every prompt was drawn `epochs` times (an epoch may end within a step).
-
-    >>> epoch_steps(100, 8)
-    13
-    """
-    return -(-num_prompts * epochs // prompts_per_step)
-
-
-def field(record: Record, name: str) -> Any:
-    """record["a"]["b"] for the name "a.b".
-
-    Raises:
-      UserError: it is not there; names what is, and the nearest.
-
-    >>> field({"reward_model": {"ground_truth": "7"}}, "reward_model.ground_truth")
-    '7'
-    """
-    if name in record:
-        return record[name]
-    value: Any = record
-    for key in name.split("."):
-        if not isinstance(value, Mapping) or key not in value:
-            found, near = ", ".join(map(str, record)) or "nothing", nearest(name, map(str, record))
-            hint = f"; {near}" if near.startswith("did you mean") else ""
-            raise UserError(f"no field {name!r} in the record (found: {found}){hint}")
-        value = value[key]
-    return value
-
-
-def format_prompt(template: str, record: Record) -> str:
-    """The template with each {field} replaced; {{ and }} stand for braces, and braces around no name for themselves.
-
-    Raises:
-      UserError: a field that the record does not have, or that is neither text nor a number.
-
-    >>> format_prompt(r"What is {a}+{b}? Put it in \\boxed{}.", {"a": 3, "b": 4})
-    'What is 3+4? Put it in \\\\boxed{}.'
-    """
-
-    def value(match: re.Match[str]) -> str:
-        if match[0] in ("{{", "}}"):
-            return match[0][0]
-        with naming(f"data.prompt_template: {match[0]}"):
-            found = field(record, match[1])
-        if not isinstance(found, str | int | float):
-            raise UserError(f"data.prompt_template: {match[0]} is a {type(found).__name__}, expected text or a number")
-        return str(found)
-
-    return re.sub(r"\{\{|\}\}|\{([A-Za-z_][\w.]*)\}", value, template)
-
-
-def prompt_of(record: Record, prompt_key: str = "prompt", prompt_template: str = "") -> str | Chat:
-    """A record's prompt, as text or as chat messages."""
-    if prompt_template:
-        return format_prompt(prompt_template, record)
-    with naming("data.prompt_key"):
-        prompt = field(record, prompt_key)
-    if not isinstance(prompt, str | Sequence):
-        raise UserError(
-            f"data.prompt_key {prompt_key!r}: a prompt is a string or a list of messages, found {prompt!r:.40}"
-        )
-    return prompt
-
-
-def prompt_text(prompt: str | Chat) -> str:
-    """The prompt as rewards and logs see it: a string itself, of a chat the contents of its messages.
-
-    >>> prompt_text([{"role": "system", "content": "Be brief."}, {"role": "user", "content": "What is 3+4?"}])
-    'Be brief.\\n\\nWhat is 3+4?'
-    """
-    if isinstance(prompt, str):
-        return prompt
-    return "\n\n".join(str(message["content"]) for message in prompt if message.get("content"))
-
-
-class _Epochs:
-    """Endless: the indices first … first + size - 1, over and over, each time in another order."""
-
-    def __init__(self, first: int, size: int, *, seed: int, shuffle: bool) -> None:
-        self._first, self._size, self._shuffle = first, size, shuffle
-        self._permutation = functools.lru_cache(maxsize=2)(lambda epoch: _permutation(size, seed, first, epoch))
-
-    def __len__(self) -> int:
-        return sys.maxsize
-
-    def __getitem__(self, index: int) -> int:
-        epoch, place = divmod(index, self._size)
-        return self._first + (int(self._permutation(epoch)[place]) if self._shuffle else place)
-
-
-def _permutation(size: int, *seeds: int) -> np.ndarray:
-    # grain's own shuffle takes milliseconds an element for small sources. Raw bits of Philox are the same in every
-    # version of numpy, which its permutations need not be.
-    generator = np.random.Philox(np.random.SeedSequence([seed % 2**64 for seed in seeds]))
-    return np.argsort(generator.random_raw(size))
-
-
-def _order(counts: list[int], weights: Sequence[float], *, seed: int, shuffle: bool) -> Any:
-    """position -> index of a prompt, for ever."""
-    if not weights:
-        return _Epochs(0, sum(counts), seed=seed, shuffle=shuffle)
-    starts = np.cumsum([0, *counts]).tolist()
-    parts = [_Epochs(start, count, seed=seed, shuffle=shuffle) for start, count in zip(starts, counts, strict=False)]
-    return grain.MapDataset.mix([grain.MapDataset.source(part) for part in parts], weights=weights)

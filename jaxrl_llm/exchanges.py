@@ -6,9 +6,10 @@ import dataclasses
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from jaxrl_llm.data import Record, prompt_of
+from jaxrl_llm.chat import Chat, render_exchange
 from jaxrl_llm.errors import UserError
-from jaxrl_llm.tokenizer import Chat, render_exchange
+from jaxrl_llm.records import prompt_of
+from jaxrl_llm.sources import Record
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast

@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxrl_llm.chat import render_prompt
 from jaxrl_llm.command_line import load_config, run_config
 from jaxrl_llm.config import Config, from_config_dict
 from jaxrl_llm.errors import UserError, exit_code, leave
@@ -24,7 +25,7 @@ from jaxrl_llm.loading import load_inputs, make_layout, make_models, policy_para
 from jaxrl_llm.models import hf
 from jaxrl_llm.steps.rollout import append, decode, row_keys, start_decoding
 from jaxrl_llm.steps.sampling import Sampling
-from jaxrl_llm.tokenizer import load_tokenizer, render_prompt, response_text, unknown_in
+from jaxrl_llm.tokenizer import load_tokenizer, response_text, unknown_in
 from jaxrl_llm.types import FINISH_LENGTH, FINISH_STOP, DecodeState
 
 DEFAULT_NEW_TOKENS = 256

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxrl_llm.config import unresolve
-from jaxrl_llm.errors import StorageError, UserError, exit_code
+from jaxrl_llm.errors import StorageError, UserError, exit_code, nearest_path
 from jaxrl_llm.report_charts import CHARTS, PHASES
 from jaxrl_llm.report_numbers import evaluated, seconds_text, tiles
 from jaxrl_llm.run_files import read_jsonl, replace_file, storage
@@ -72,7 +72,8 @@ def collect(run: Path) -> Row:
       StorageError: a file is damaged.
     """
     if not (run / "config.json").is_file():
-        raise UserError(f"{run}: not a run's folder: it has no config.json")
+        near = nearest_path(run)
+        raise UserError(f"{run}: not a run's folder: it has no config.json" + (f"; {near}" if near else ""))
     try:
         config = json.loads((run / "config.json").read_text(encoding="utf-8"))
     except ValueError as error:

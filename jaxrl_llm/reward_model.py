@@ -21,12 +21,13 @@ import numpy as np
 
 from jaxrl_llm.compiled import Compiled
 from jaxrl_llm.config import Config, check_devices
-from jaxrl_llm.data import PromptBatch, PromptData, field
+from jaxrl_llm.data import PromptBatch, PromptData
 from jaxrl_llm.errors import UserError, leave, naming
 from jaxrl_llm.evaluation import evaluation_metrics
 from jaxrl_llm.exchanges import Exchanges
 from jaxrl_llm.loading import Inputs, load_inputs, make_layout, make_reward_model, policy_params
 from jaxrl_llm.models import classifier, hf
+from jaxrl_llm.records import field
 from jaxrl_llm.sharding import Layout, abstract_like
 from jaxrl_llm.steps.phases import Program, make_program, sampler_view
 from jaxrl_llm.steps.scoring import score_responses

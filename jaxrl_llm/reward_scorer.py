@@ -16,13 +16,13 @@ import numpy as np
 
 from jaxrl_llm.compiled import Compiled
 from jaxrl_llm.config import Config
-from jaxrl_llm.data import Record
 from jaxrl_llm.errors import UserError, naming
 from jaxrl_llm.exchanges import Exchanges
 from jaxrl_llm.loading import Inputs, load_model_params
 from jaxrl_llm.models import classifier, hf
 from jaxrl_llm.models.transformer import make_transformer
 from jaxrl_llm.sharding import Layout, abstract_like
+from jaxrl_llm.sources import Record
 from jaxrl_llm.steps.phases import sampler_view
 from jaxrl_llm.steps.scoring import score_sequences
 from jaxrl_llm.tokenizer import load_tokenizer

@@ -11,16 +11,18 @@ from typing import TYPE_CHECKING, Any
 import jax
 import numpy as np
 
+from jaxrl_llm.chat import render_observation
 from jaxrl_llm.compiled import AnySampler, CompiledTurns
 from jaxrl_llm.config import Config
-from jaxrl_llm.data import PromptBatch, prompt_of
+from jaxrl_llm.data import PromptBatch
 from jaxrl_llm.environments import Message, as_message, resolve
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.loading import Inputs
 from jaxrl_llm.models import hf
+from jaxrl_llm.records import prompt_of
 from jaxrl_llm.sharding import Layout
 from jaxrl_llm.steps.rollout import StopRules
-from jaxrl_llm.tokenizer import render_observation, response_text
+from jaxrl_llm.tokenizer import response_text
 from jaxrl_llm.types import FINISH_STOP, Batch, Params
 
 if TYPE_CHECKING:

@@ -14,14 +14,15 @@ from pathlib import Path
 
 import numpy as np
 
+from jaxrl_llm.chat import encode_response
 from jaxrl_llm.config import Config
-from jaxrl_llm.data import PromptBatch, field
+from jaxrl_llm.data import PromptBatch
 from jaxrl_llm.errors import UserError, leave, naming
 from jaxrl_llm.models import hf
+from jaxrl_llm.records import field
 from jaxrl_llm.steps.phases import Program
 from jaxrl_llm.steps.training import make_sft
 from jaxrl_llm.supervised import SupervisedRun, command
-from jaxrl_llm.tokenizer import encode_response
 from jaxrl_llm.types import FINISH_LENGTH, FINISH_STOP, Batch
 
 

@@ -23,7 +23,7 @@ from jaxrl_llm.collect import Collector, open_rewards, try_out
 from jaxrl_llm.compiled import Compiled, CompiledTraining, compile_step
 from jaxrl_llm.config import Config, notices, resume_differences, to_json
 from jaxrl_llm.curriculum import Curriculum
-from jaxrl_llm.data import PromptBatch, PromptData, epoch_steps
+from jaxrl_llm.data import PromptBatch, PromptData
 from jaxrl_llm.errors import RunAborted, StorageError, UserError
 from jaxrl_llm.evaluation import Evaluators, make_evaluators
 from jaxrl_llm.loading import (
@@ -39,6 +39,7 @@ from jaxrl_llm.loading import (
 from jaxrl_llm.metrics import extras_metrics, timing_metrics
 from jaxrl_llm.models.hf_export import export_policy
 from jaxrl_llm.models.lora import count
+from jaxrl_llm.order import epoch_steps
 from jaxrl_llm.reward_scorer import RewardScorer, make_scorer
 from jaxrl_llm.rewards import Scores
 from jaxrl_llm.samplers import make_sampler

@@ -272,7 +272,8 @@ def _scores(row: Mapping[str, Any]) -> str:
     if last.step != first.step:
         found += f", {text(last)} after step {last.step}"
     found += f" ({row['problems']:.0f} problems)" if row["problems"] else ""
-    found += "".join(f"; {name} {value:.3f}" for name, value in row["others"].items())
+    others = ", ".join(f"{name} {value:.3f}" for name, value in row["others"].items())
+    found += f"; {others}" if others else ""
     failed = row.get("failed")
     return found + (f"; the reward failed on {failed:.1%} of the responses, which count as 0" if failed else "")
 

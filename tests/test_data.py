@@ -15,9 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxrl_llm import dotted
-from jaxrl_llm.data import PromptData, epoch_steps, format_prompt
+from jaxrl_llm.data import PromptData
 from jaxrl_llm.errors import UserError
-from jaxrl_llm.tasks import addition
+from jaxrl_llm.order import epoch_steps
+from jaxrl_llm.records import format_prompt
 from tests import tokenizers_for_tests as made
 
 TOKENIZER: Any = made.characters()
@@ -342,16 +343,3 @@ def test_importing_a_broken_module_says_why(tmp_path, monkeypatch):
     with pytest.raises(UserError, match="importing broken_source failed: No module named 'nothing_of_this_name'"):
         dotted.load("broken_source:f")
     assert "broken_source" not in sys.modules
-
-
-# --- tasks
-
-
-def test_addition_is_right_and_its_splits_are_apart():
-    for record in addition(digits=2):
-        a, b = record["prompt"].removeprefix("What is ").removesuffix("?").split("+")
-        assert int(a) + int(b) == int(record["answer"])
-    assert len({record["prompt"] for record in addition(digits=3)}) == 10_000
-    train, test = ({record["prompt"] for record in addition(2, split)} for split in ("train", "test"))
-    assert not train & test and len(train | test) == 10_000
-    assert test != {record["prompt"] for record in addition(2, "test", seed=1)}

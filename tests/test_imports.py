@@ -14,7 +14,20 @@ PACKAGE = Path(__file__).resolve().parents[1] / "jaxrl_llm"
 # Room -> what it may import of this package. A room is a folder, or a module of its own.
 BASE = {"errors"}
 CONFIG = BASE | {"config", "config_rules", "config_values", "dotted", "environments", "rewards", "algorithms"}
-HOST = CONFIG | {"types", "tokenizer", "sources", "data", "metrics", "writers", "progress", "checkpoint", "sharding"}
+HOST = CONFIG | {
+    "types",
+    "tokenizer",
+    "chat",
+    "sources",
+    "records",
+    "order",
+    "data",
+    "metrics",
+    "writers",
+    "progress",
+    "checkpoint",
+    "sharding",
+}
 FILES = BASE | {"run_files"}
 ALLOWED: dict[str, set[str]] = {
     "__init__": {"command_line", "trainer"},
@@ -31,9 +44,13 @@ ALLOWED: dict[str, set[str]] = {
     "curriculum": set(),
     "tasks": BASE,
     "tokenizer": BASE,
-    "sources": BASE | {"dotted"},
-    "data": BASE | {"sources", "tokenizer", "types"},
-    "exchanges": BASE | {"data", "tokenizer"},
+    "chat": BASE,
+    "source_files": BASE,
+    "sources": BASE | {"dotted", "source_files"},
+    "records": BASE | {"chat", "sources"},
+    "order": BASE,
+    "data": BASE | {"chat", "order", "records", "sources", "types"},
+    "exchanges": BASE | {"chat", "records", "sources"},
     "sharding": BASE | {"types"},
     "checkpoint": BASE | {"types"},
     "metrics": BASE | {"algorithms", "types"},
@@ -43,7 +60,7 @@ ALLOWED: dict[str, set[str]] = {
     "run_files": BASE,
     "loggers": FILES | {"config"},
     "report_charts": set(),
-    "report_numbers": set(),
+    "report_numbers": {"meters"},
     "report": FILES | {"config", "report_charts", "report_numbers"},
     "writers": CONFIG | FILES | {"loggers", "progress", "report", "report_numbers"},
     "samples": BASE | {"data", "rewards", "tokenizer", "types"},
@@ -61,7 +78,8 @@ ALLOWED: dict[str, set[str]] = {
     | {"reward_scorer", "samplers", "samples", "timers"},
     "train": {"command_line", "errors", "trainer"},
     "evaluate": HOST
-    | {"command_line", "models", "steps", "loading", "compiled", "evaluation", "reward_model", "reward_scorer"},
+    | {"command_line", "models", "steps", "loading", "collect", "compiled", "evaluation"}
+    | {"reward_model", "reward_scorer"},
     "fetch": BASE | {"models"},
     "supervised": HOST | {"command_line", "compiled", "evaluation", "loading", "models", "steps", "timers", "trainer"},
     "sft": HOST | {"command_line", "models", "steps", "supervised"},

@@ -362,3 +362,5 @@ def test_a_classifier_of_several_labels_is_no_start(tmp_path: Path) -> None:
 def test_the_command_names_what_is_wrong(capsys: pytest.CaptureFixture[str]) -> None:
     assert reward_model.main(["--config", "nowhere.py"]) == 2
     assert "no such file" in capsys.readouterr().err
+    assert reward_model.main(["--config", "configs"]) == 2
+    assert "--config=configs: a folder, expected a recipe" in capsys.readouterr().err

@@ -13,13 +13,13 @@ import numpy as np
 import pytest
 
 from jaxrl_llm import environments
+from jaxrl_llm.chat import render_observation
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.loading import load_inputs
 from jaxrl_llm.samplers import make_conversation
 from jaxrl_llm.steps.rollout import as_batch, begin, decode, no_stop_rules, observe
 from jaxrl_llm.steps.sampling import Sampling
 from jaxrl_llm.steps.scoring import score_tokens
-from jaxrl_llm.tokenizer import render_observation
 from jaxrl_llm.trainer import fit
 from jaxrl_llm.types import FINISH_LENGTH, FINISH_STOP, Batch, DecodeState, check_batch
 from jaxrl_llm.writers import read_jsonl
@@ -177,7 +177,7 @@ def test_rewards_read_the_last_turn_and_may_read_all(monkeypatch: pytest.MonkeyP
 
 
 def test_an_environment_that_fails_costs_its_rows_alone() -> None:
-    moody = {"rollout__multi_turn__environment": "tests.tiny_folder:moody"}
+    moody = {"rollout__multi_turn__environment": "tests.tiny_folder:moody", "reward__max_failed_ratio": 1.0}
     changes = {**CONVERSATION, **moody, "trainer__steps": 1, "data__eval": (), "eval__interval": 0}
     with tiny_folder.compile_once():
         metrics, batch = next(fit(tiny_folder.config(**changes)))

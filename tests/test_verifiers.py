@@ -69,7 +69,8 @@ def test_number_cases():
             ("１２", "12", 1), ("It is −12", "-12", 1), ("1\u202f000", "1000", 1), ("1{,}000", "1000", 1),
             (r"1\,000", "1000", 1), (r"10,\!000", "10000", 1), ("1.000,5", "1000.5", 0), ("-0", "0", 1),
             ("answer: 12 apples and 3 pears", "12", 0), ("12.", "12", 1), ("1 000", "1000", 0), ("0.50", "1/2", 1),
-            ("9" * 5000, "9", 0), ("7\x00", "7", 1), ("\ud8007", "7", 1), (r"1\frac{1}{2}", "3/2", 1), (r"\boxed{1\tfrac12}", "1.5", 1), (r"\frac{ 3 }{4}", "0.75", 1),
+            ("9" * 5000, "9", 0), ("7\x00", "7", 1), ("\ud8007", "7", 1), (r"1\frac{1}{2}", "3/2", 1),
+            (r"\boxed{1\tfrac12}", "1.5", 1), (r"\frac{ 3 }{4}", "0.75", 1),
             (r"2.5\frac{1}{2}", "0.5", 1),
         ],
     )  # fmt: skip
@@ -110,9 +111,11 @@ RIGHT = [
     ("x = 5", "5"), ("5", "x=5"), (r"5 \text{ cm}", "5"), ("5 cm", "5"), (r"18\text{ cm}^2", "18"),
     (r"\{1, 2\}", r"\{2, 1\}"), ("1, 2", r"\{1,2\}"), ("(1,2)", "(1, 2)"), (r"\left(1, 2\right)", "(1,2)"),
     (r"(-\infty, 3) \cup (5, \infty)", r"(-\infty,3)\cup(5,\infty)"), ("x^2+2x+1", "(x+1)^2"),
-    ("y = 3 + 2x", "y=2x+3"), (r"90^\circ", "90"), ("2^{10}", "1024"), (r"\frac{1}{3}", "1/3"), ("0.333333", r"\frac13"),
+    ("y = 3 + 2x", "y=2x+3"), (r"90^\circ", "90"), ("2^{10}", "1024"), (r"\frac{1}{3}", "1/3"),
+    ("0.333333", r"\frac13"),
     (r"1\frac{1}{2}", "1.5"), ("x > 5", "5 < x"), (r"\pm 2", "-2, 2"), (r"e^{x^2}", "e^{x^{2}}"), (r"\ln 8", r"3\ln 2"),
-    (r"\binom{5}{2}", "10"), ("5!", "120"), (r"\begin{pmatrix}1\\2\end{pmatrix}", r"\begin{pmatrix} 1 \\ 2 \end{pmatrix}"),
+    (r"\binom{5}{2}", "10"), ("5!", "120"),
+    (r"\begin{pmatrix}1\\2\end{pmatrix}", r"\begin{pmatrix} 1 \\ 2 \end{pmatrix}"),
     ("2, -2", "-2, 2"), ("−5", "-5"), ("１２", "12"), ("-0", "0"), ("033", "33"), ("x^{2024}", "x^{2024}"),
     (r"\sum_{k=1}^n k", r"\sum_{k=1}^n k"), (r"\text{ east }", "east"), ("2x+y=3", "y=3-2x"), ("3 : 4", r"\frac{3}{4}"),
     (r"\frac{x+1}{2}", "(x+1)/2"), ("1 000", "1000"), ("p - q", "-q+p"), (r"\tfrac{1}{2}\sqrt{3}", r"\frac{\sqrt3}{2}"),
@@ -125,7 +128,8 @@ WRONG = [
     ("(2,1)", "(1,2)"), ("x+1", "x+2"), ("y=2x+4", "y=2x+3"), ("x<5", "x>5"), ("-5", "5"), ("1.000,5", "1000.5"),
     (r"\sum_{k=1}^{100} k", "5050"), (r"\int_0^1 2x dx", "1"), (r"\lim_{x\to 0} x", "0"), ("9^{9^9}", "1"),
     (r"10^{10^{10}}", "10"), ("((3!)!)!", "6"), ("99999999!", "1"), ("9" * 400, "9"), ("(" * 50 + "1" + ")" * 50, "1"),
-    ("{" * 200, "1"), (r"\frac{" * 100, "1"), ("2^{99999999}", "4"), ("(9^{999})^{999}", "9"), ("", "1"), (r"\text{}", "1"),
+    ("{" * 200, "1"), (r"\frac{" * 100, "1"), ("2^{99999999}", "4"), ("(9^{999})^{999}", "9"), ("", "1"),
+    (r"\text{}", "1"),
     (",".join("1" * 100), "1"), (r"\begin{pmatrix}" + "1&" * 100 + r"1\end{pmatrix}", "1"), ("x" * 290, "x"),
     ("(x+1)^{9999}", "x"), ("nan", "1"), (r"\infty", "1"), ("1/0", "1"), (r"\frac{1}{0}", "1"), ("e", "5"),
     ("+".join(["x"] * 140), "x"), ("-" * 200 + "1", "2"), (r"\sqrt{" * 5 + "2" + "}" * 5, "2"), ("\x00", "0"),
@@ -188,8 +192,10 @@ def test_a_missing_library_is_found_when_the_reward_is_named(monkeypatch):
 
 def test_what_the_guard_refuses_it_can_explain():
     for answer, why in [
-        ("9^{9^9}", "within an exponent"), ("1" * 101, "digits"), ("x" * 301, "characters"), ("((((((((1))))))))", "brackets"),
-        (r"\prod_k k", "still to be computed"), ("((3!)!)!", "factorial"), ("x^{100}", "variable"), ("2^{99999}", "value"),
+        ("9^{9^9}", "within an exponent"), ("1" * 101, "digits"), ("x" * 301, "characters"),
+        ("((((((((1))))))))", "brackets"),
+        (r"\prod_k k", "still to be computed"), ("((3!)!)!", "factorial"), ("x^{100}", "variable"),
+        ("2^{99999}", "value"),
     ]:  # fmt: skip
         assert why in (refusal(answer, "1") or "")
     for answer in ["e^{x^2}", "2^{100}", r"\frac{\sqrt{3}}{2}", "5!", r"\binom{10}{3}", "x^2+y^2=25"]:
@@ -212,7 +218,8 @@ def test_what_the_guard_refuses_it_can_explain():
         ("<think>A</think>B", "B"), ("Answer: $\\text{B}$", "B"), ("The answer is **(B)** Rome", "B"),
         ("The best answer is option B", "B"), ("I choose B", "B"), ("A dog", None), ("Absolutely", None), ("", None),
         ("The answer is a number.", None), ("The answer is A dog", None), ("The answer is not B", None),
-        ("The answer is A or B.", None), ("(A) or (B)", None), ("(A), (B)", None), ("A, B", None), ("AB", None), ("I", None), ("Z", None), ("Because", None),
+        ("The answer is A or B.", None), ("(A) or (B)", None), ("(A), (B)", None), ("A, B", None), ("AB", None),
+        ("I", None), ("Z", None), ("Because", None),
         ("The answer is B and C", None), (r"\boxed{A, B}", None), (r"\boxed{}", None), ("B2", None), ("Bad", None),
     ],
 )  # fmt: skip
@@ -262,7 +269,8 @@ def test_regex():
         ("regex", r"reward 'regex': expected an argument: regex\(pattern='…'\)"),
         ("regex(pattern='(')", "no regular expression"), ("regex(pattern=3)", "no regular expression"),
         ("format(pattern='[')", "reward 'format': pattern"), ("choice(letters='ab')", "expected capital letters"),
-        ("length(at_most=-1)", "at_most is -1"), ("length(unit='tokens')", "unit is 'tokens'; expected one of characters"),
+        ("length(at_most=-1)", "at_most is -1"),
+        ("length(unit='tokens')", "unit is 'tokens'; expected one of characters"),
         ("length(at_least=5, at_most=3)", "at_most is 3"), ("countdown(use='any')", "expected 'all' or 'some'"),
         ("countdown(format_score=1)", "expected a number from 0"), ("json_match(keys='name')", "expected a tuple"),
         ("gsm8k(strct=True)", "did you mean 'strict'"),
@@ -283,14 +291,17 @@ def test_length():
 
 
 JSON_RIGHT = [
-    ('{"a": 1, "b": [2]}', 1), ('{"b":[2.0],"a":1.0}', 1), ('```json\n{"a": 1, "b": [2]}\n```', 1), (' {"a":1,"b":[2]} ', 1),
+    ('{"a": 1, "b": [2]}', 1), ('{"b":[2.0],"a":1.0}', 1), ('```json\n{"a": 1, "b": [2]}\n```', 1),
+    (' {"a":1,"b":[2]} ', 1),
     ('Sure!\n```json\n{"a": 0}\n```\nNo:\n```\n{"a": 1, "b": [2]}\n```\nDone.', 1),
     ('<think>{"a": 3}</think>\n<answer>{"a": 1, "b": [2]}</answer>', 1), ('{"a": 1, "b": [2], "c": 3}', 0),
     ('{"a": true, "b": [2]}', 0), ('{"a": "1", "b": [2]}', 0), ('{"a": 1, "b": [2, 2]}', 0), ('{"a": 1}', 0),
-    ('{"a": 5, "a": 1, "b": [2]}', 0), ('{"a": NaN, "b": [2]}', 0), ("{'a': 1, 'b': [2]}", 0), ('{"a": 1, "b": [2],}', 0),
+    ('{"a": 5, "a": 1, "b": [2]}', 0), ('{"a": NaN, "b": [2]}', 0), ("{'a': 1, 'b': [2]}", 0),
+    ('{"a": 1, "b": [2],}', 0),
     ('{"a": 1, "b": [2]} and more', 0), ('{"a": 1, "b": [2]}{"a": 1, "b": [2]}', 0), ("", 0), ("null", 0), ("[", 0),
     ('{"a": 1e999, "b": [2]}', 0), ('{"a": 1, "b": [2]', 0), ('{"a": ' + "9" * 5000 + "}", 0), ("[" * 10_000, 0),
-    ("[" * 60 + "]" * 60, 0), ('{"a":' * 100_000, 0), ('"' + "\\" * 40_001, 0), ('\ud800{"a": 1}', 0), ("9" * 40_000, 0),
+    ("[" * 60 + "]" * 60, 0), ('{"a":' * 100_000, 0), ('"' + "\\" * 40_001, 0), ('\ud800{"a": 1}', 0),
+    ("9" * 40_000, 0),
     ('{"a": 1.0000000000001, "b": [2]}', 1), ('{"a": 1.1, "b": [2]}', 0), ('{"a": ' + "9" * 300 + ', "b": [2]}', 0),
 ]  # fmt: skip
 
@@ -376,8 +387,10 @@ def test_arithmetic(text, value):
 
 
 HOSTILE_ARITHMETIC = [
-    "", " ", "1 2", "2(3)", "1+", "*1", "(1", "1)", "()", "1/0", "0^-1", "2^0.5", "9^9^9", "10^9999", "1.2.3", "1,2", "1e5",
-    "0x10", "1_0", "__import__('os')", "a", "1//2", "5%2", "9" * 101, "(" * 500 + "1" + ")" * 400, "-" * 999, "1" * 1001,
+    "", " ", "1 2", "2(3)", "1+", "*1", "(1", "1)", "()", "1/0", "0^-1", "2^0.5", "9^9^9", "10^9999", "1.2.3", "1,2",
+    "1e5",
+    "0x10", "1_0", "__import__('os')", "a", "1//2", "5%2",
+    "9" * 101, "(" * 500 + "1" + ")" * 400, "-" * 999, "1" * 1001,
     "(((9^99)^9)^9)^9", "*".join(["9" * 99] * 10) + "^9", "١+١", "²", "1;2", "2^" * 400 + "2", "1-" * 499, "=", "\x00",
     "(1/3)^9999",
 ]  # fmt: skip
@@ -398,7 +411,8 @@ def test_countdown():
         [
             ("<answer>55 + 36 - 7 - 19</answer>", record, 1), ("<answer>55 + 36 - 7 - 19 = 65</answer>", record, 1),
             ("<think>19</think>\n<answer> (55+36) − (7+19) </answer>", record, 1), ("I try.\n55+36-7-19", record, 1),
-            (r"\boxed{55 + 36 - 7 - 19}", record, 1), ("<answer>65</answer>", record, 0), ("<answer></answer>", record, 0),
+            (r"\boxed{55 + 36 - 7 - 19}", record, 1), ("<answer>65</answer>", record, 0),
+            ("<answer></answer>", record, 0),
             ("<answer>55+36-7-19=66</answer>", record, 0), ("<answer>55+36-26</answer>", record, 0), ("", record, 0),
             ("<answer>55+36-7-19+7-7</answer>", record, 0), ("<answer>19+36+55+7</answer>", record, 0),
             ("<answer>65 = 65 = 65</answer>", record, 0), ("<answer>print(65)</answer>", record, 0),
@@ -406,7 +420,8 @@ def test_countdown():
             (r"<answer>6 \times 4</answer>", {"numbers": [4, 6], "target": 24}, 1),
             (r"<answer>\frac{48}{2}</answer>", {"numbers": [2, 48], "target": "24"}, 1),
             ("<answer>4*6</answer>", {"reward_model": {"ground_truth": {"numbers": [4, 6], "target": 24}}}, 1),
-            ("<answer>4+4</answer>", {"nums": [4, 6], "target": 8}, 0), ("<answer>46</answer>", {"nums": [4, 6], "target": 46}, 0),
+            ("<answer>4+4</answer>", {"nums": [4, 6], "target": 8}, 0),
+            ("<answer>46</answer>", {"nums": [4, 6], "target": 46}, 0),
             ("<answer>8/(3-8/3)</answer>", {"nums": [3, 3, 8, 8], "target": 24}, 1),
             ("<answer>9^9^9</answer>", record, 0), ("<answer>" + "(" * 900 + "</answer>", record, 0),
             ("<answer>1 + 1</answer> <answer>4*6</answer>", {"nums": [4, 6], "target": 24}, 1),
@@ -426,9 +441,12 @@ def test_countdown():
 RECORD = {"answer": "7", "choices": ["6", "7"], "nums": [1, 2], "target": 3}
 NAMES = {"regex": "regex(pattern='(?P<answer>[0-9]+)x')", "length": "length(unit='words')"}
 HOSTILE = [
-    "1", "1,", ",111", "1.1", "-", "$", "1/", "1e", "####", "\\frac{", "\\boxed{", "{", "\\text{", "\x00", "\ud800", "<answer>",
-    "</answer>", "(A) ", "answer is ", "The answer is A or ", '"', "[", '{"a":', "\\", "```json\n", "```\n", "\n", " ", "$$ ",
-    "\\[", "**", "is the correct", "!", "^{", "(", "=", "½", "１", "</think>", "A", "**A", "\\boxed{x=", "answer: $", "2^",
+    "1", "1,", ",111", "1.1", "-", "$", "1/", "1e", "####", "\\frac{", "\\boxed{", "{", "\\text{", "\x00", "\ud800",
+    "<answer>",
+    "</answer>", "(A) ", "answer is ", "The answer is A or ", '"', "[", '{"a":', "\\", "```json\n", "```\n", "\n",
+    " ", "$$ ",
+    "\\[", "**", "is the correct", "!", "^{", "(", "=", "½", "１", "</think>", "A", "**A", "\\boxed{x=", "answer: $",
+    "2^",
 ]  # fmt: skip
 
 

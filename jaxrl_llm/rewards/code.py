@@ -43,7 +43,6 @@ def _check(
     seconds: float = 5.0,
     memory_mb: int = 512,
     file_mb: int = 10,
-    processes: int = 64,
     namespaces: bool = True,
 ) -> None:
     if run_model_code is not True:
@@ -51,7 +50,7 @@ def _check(
             "runs programs that the model has written on this machine; say code(run_model_code=True) if that is what "
             "you want, after reading what it does and does not protect from: docs/rewards.md, 'code'"
         )
-    for name, value in (("seconds", seconds), ("memory_mb", memory_mb), ("file_mb", file_mb), ("processes", processes)):
+    for name, value in (("seconds", seconds), ("memory_mb", memory_mb), ("file_mb", file_mb)):
         if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
             raise UserError(f"{name} is {value!r}; expected a number above 0")
     if not sys.platform.startswith("linux"):
@@ -73,7 +72,6 @@ def code(
     seconds: float = 5.0,
     memory_mb: int = 512,
     file_mb: int = 10,
-    processes: int = 64,
     namespaces: bool = True,
 ) -> dict[str, Any]:
     """1 if the last ```python block of the response passes the record's tests, else 0.
@@ -83,7 +81,7 @@ def code(
       share: the score is the share of tests that pass; a HumanEval-like `test` is one.
       seconds: for everything that one response does, however many tests there are. The deadline of the process that
         scores has to be later.
-      memory_mb, file_mb, processes: limits of each process (the last one does not bind root).
+      memory_mb, file_mb: of each process, and of each file that it writes.
       namespaces: False: without the namespaces that keep it off the network and other processes, if there are none.
 
     The record has `test_list` (MBPP: asserts, with test_setup_code), or `test` and `entry_point` (HumanEval), or
@@ -100,7 +98,6 @@ def code(
         "memory_mb": int(memory_mb),
         "seconds": int(seconds) + 1,
         "file_mb": int(file_mb),
-        "processes": int(processes),
     }
     given = {"limits": limits, "namespaces": namespaces, "code": text.encode("utf-8", "replace").decode()}
     if "outputs" in task:
@@ -201,7 +198,7 @@ def _lines(text: Any) -> str:
 @functools.lru_cache(maxsize=1)
 def namespaces_work() -> bool:
     """Whether a process without privileges can shut itself off here."""
-    given = {"limits": {"memory_mb": 512, "seconds": 5, "file_mb": 1, "processes": 64}, "namespaces": True}
+    given = {"limits": {"memory_mb": 512, "seconds": 5, "file_mb": 1}, "namespaces": True}
     try:
         with _folder() as folder, _started("script", {**given, "code": "print(1)", "stdin": ""}, folder) as process:
             return _output(process, time.monotonic() + 10) == b"1\n"

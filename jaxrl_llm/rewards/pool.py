@@ -16,6 +16,7 @@ import secrets
 import subprocess
 import sys
 import threading
+import time
 import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -81,6 +82,7 @@ class RewardPool:
         self._batched = {reward.name: reward.form.endswith("batched") for reward in rewards}
         # Its threads must not keep this object alive, which would then never be given up.
         self._crew = _Crew(list(self.names), settings, num_workers, timeout)
+        self.mark = self._crew.mark  # with which the marks of its workers begin, see `processes`
         self.close = weakref.finalize(self, self._crew.close)
 
     def start(
@@ -121,7 +123,7 @@ class _Crew:
 
     def __init__(self, names: Sequence[str], settings: bytes, count: int, timeout: float) -> None:
         self._names, self._settings, self._timeout = names, settings, timeout
-        self._owner, self._mark = os.getpid(), f"{os.getpid()}-{secrets.token_hex(8)}."
+        self._owner, self.mark = os.getpid(), f"{os.getpid()}-{secrets.token_hex(8)}."
         self._tasks: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
         # Reentrant: the garbage collector may call `close` in a thread that holds it.
         self._lock = threading.RLock()
@@ -129,7 +131,7 @@ class _Crew:
         self._workers: set[WorkerProcess] = set()
         self._spares: list[WorkerProcess] = []
         self._guard = subprocess.Popen(
-            [sys.executable, "-I", "-S", processes.__file__, str(os.getpid()), self._mark],
+            [sys.executable, "-I", "-S", processes.__file__, str(os.getpid()), self.mark],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             start_new_session=True,
@@ -248,18 +250,30 @@ class _Crew:
         raise UserError(self._broken)
 
     def _take(self) -> WorkerProcess:
-        """A worker that has been started, a spare one if there is one; and another spare one for later."""
-        with self._lock:
-            worker = self._spares.pop() if self._spares else self._start()
-            if len(self._spares) < SPARES:
-                self._spares.append(self._start())
-            return worker
+        """A worker that has been started, a spare one if there is one; and another spare one for later.
+
+        Raises:
+          UserError: no process can be started, for as long as a worker may take to start.
+        """
+        end = time.monotonic() + START_SECONDS
+        while True:
+            try:
+                with self._lock:
+                    worker = self._spares.pop() if self._spares else self._start()
+                    with contextlib.suppress(OSError):
+                        if len(self._spares) < SPARES:
+                            self._spares.append(self._start())
+                    return worker
+            except OSError as error:
+                if time.monotonic() > end:
+                    raise UserError(f"no reward worker can be started: {error}; lower reward.num_workers") from error
+                time.sleep(0.2)  # a row may be forking on and on; its deadline will end it
 
     def _start(self) -> WorkerProcess:
         if self._closed:
             raise _Closed
         self._started += 1
-        worker = WorkerProcess(self._settings, f"{self._mark}{self._started}.")
+        worker = WorkerProcess(self._settings, f"{self.mark}{self._started}.")
         self._workers.add(worker)
         self._tell_guard(f"+{worker.process.pid}")
         return worker

@@ -39,6 +39,7 @@ def main(descriptor: int, parent: int) -> None:
       parent: its process id.
     """
     os.set_inheritable(descriptor, False)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # without a traceback, which would be nobody's
     _die_with(parent)
     with socket.socket(fileno=descriptor) as channel:
         given = receive(channel)

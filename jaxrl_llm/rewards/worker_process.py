@@ -56,7 +56,8 @@ class WorkerProcess:
         self._mark, self._lock, self._ready, self.killed = mark, threading.RLock(), False, False
         self._started = time.monotonic()
         self._channel, theirs = socket.socketpair()
-        with theirs:
+        with theirs, contextlib.ExitStack() as unless_started:
+            unless_started.callback(self._channel.close)
             path = json.dumps([entry for entry in sys.path if isinstance(entry, str)])
             self.process = subprocess.Popen(
                 [sys.executable, "-u", "-c", PROGRAM, str(theirs.fileno()), str(os.getpid()), path],
@@ -67,6 +68,7 @@ class WorkerProcess:
                 start_new_session=True,
                 env={**os.environ, **ENVIRONMENT, MARK: mark},
             )
+            unless_started.pop_all()
         # It seldom blocks, since the socket holds some 200 kB; if it fails, `ready` will say so.
         with contextlib.suppress(OSError):
             self._send(settings, self._started + START_SECONDS)

@@ -1,13 +1,17 @@
-"""Training tasks that are made, not loaded: functions that return records, named `jaxrl_llm.tasks:addition`."""
+"""Sums: of two numbers (lists, whose order is part of what the packaged model and the figures are), and longer ones."""
 
 from __future__ import annotations
 
+import dataclasses
+import math
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 from jaxrl_llm.errors import UserError
+from jaxrl_llm.tasks.generated import MOST_RECORDS, Draw, Generated, check_split, levels, one_of, selection
 
-MOST_RECORDS = 10_000
+SIGNS = {"+": 1, "+-": 2}  # how many signs an operand may have
 
 
 def addition(
@@ -24,7 +28,7 @@ def addition(
     """
     if not 1 <= digits <= 9:
         raise UserError(f"addition: digits must be from 1 to 9, found {digits}")
-    _check_split(split, held_out)
+    check_split(split, held_out)
     pairs = _pairs(10**digits, split, held_out, random.Random(seed))
     return [{"prompt": f"What is {a}+{b}?", "answer": str(a + b), "data_source": data_source} for a, b in pairs]
 
@@ -51,7 +55,7 @@ def column_sums(
     >>> column_sums(forget=1.0)[4738]["response"]
     '75'
     """
-    _check_split(split, held_out)
+    check_split(split, held_out)
     if not 0 <= forget <= 1:
         raise UserError(f"column_sums: forget must be in [0, 1], found {forget!r}")
     if copies < 1:
@@ -76,7 +80,7 @@ def column_pairs(
     >>> column_pairs()[4738]
     {'prompt': '47+38=', 'chosen': '85', 'rejected': '75', 'answer': '85', 'data_source': 'column_pairs'}
     """
-    _check_split(split, held_out)
+    check_split(split, held_out)
     draw, found = random.Random(seed), []
     for a, b in _pairs(100, split, held_out, draw):
         for _ in range(copies):
@@ -84,6 +88,76 @@ def column_pairs(
             pair = {"prompt": f"{a}+{b}=", "chosen": str(a + b), "rejected": wrong, "answer": str(a + b)}
             found.append({**pair, "data_source": data_source})
     return found
+
+
+def arithmetic(
+    digits: int | Sequence[int] = 2,
+    operands: int | Sequence[int] = 3,
+    signs: str = "+-",
+    split: str = "all",
+    held_out: float = 0.1,
+    seed: int = 0,
+    count: int = 0,
+    data_source: str = "",
+) -> Generated:
+    """Sums and differences of several numbers, as "What is 47-8+30?"; the level is digits + operands - 2.
+
+    Content is which numbers are added and which subtracted, in any order: 3+4 and 4+3 are in the same split.
+
+    Args:
+      digits: of the largest number, 1 to 9, or several to mix.
+      operands: how many numbers, 2 to 10, or several to mix.
+      signs: "+", or "+-" where any number may be subtracted, the first as well.
+      split, held_out, seed, count, data_source: see `Generated`.
+
+    >>> arithmetic()[0]
+    {'prompt': 'What is -71+1-31?', 'response': '-101', 'answer': '-101', 'level': 3, 'data_source': 'arithmetic'}
+    """
+    kinds = one_of("arithmetic", "signs", signs, SIGNS)
+    spaces = [
+        _Sums(digits=d, operands=n, signs=kinds)
+        for n in levels("arithmetic", "operands", operands, 2, 10)
+        for d in levels("arithmetic", "digits", digits, 1, 9)
+    ]
+    about: dict[str, Any] = {"split": split, "held_out": held_out, "seed": seed, "count": count}
+    return Generated("arithmetic", spaces, **about, data_source=data_source)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Sums:
+    """Multisets of signed numbers, the largest of which has exactly so many digits: no difficulty holds another's."""
+
+    digits: int
+    operands: int
+    signs: int
+
+    @property
+    def level(self) -> int:
+        return self.digits + self.operands - 2
+
+    @property
+    def size(self) -> int:
+        return self._up_to(self.digits) - self._shorter
+
+    @property
+    def _shorter(self) -> int:
+        return self._up_to(self.digits - 1) if self.digits > 1 else 0
+
+    def _up_to(self, digits: int) -> int:
+        return math.comb(self.signs * 10**digits + self.operands - 1, self.operands)
+
+    def _terms(self, number: int) -> list[str]:
+        # Selections of small items come first, so those of shorter numbers alone are the ones left out.
+        found = selection(number + self._shorter, self.signs * 10**self.digits, self.operands)
+        return [f"{'+-'[item % self.signs]}{item // self.signs}" for item in found]
+
+    def content(self, number: int) -> str:
+        return "".join(self._terms(number))
+
+    def record(self, number: int, draw: Draw) -> dict[str, Any]:
+        terms = draw.shuffled(self._terms(number))
+        answer = str(sum(map(int, terms)))
+        return {"prompt": f"What is {''.join(terms).removeprefix('+')}?", "response": answer, "answer": answer}
 
 
 def _wrong_sum(a: int, b: int, draw: random.Random) -> str:
@@ -101,10 +175,3 @@ def _pairs(base: int, split: str, held_out: float, draw: random.Random) -> Itera
     pairs = range(base**2) if base**2 <= MOST_RECORDS else draw.sample(range(base**2), MOST_RECORDS)
     tested = set(draw.sample(pairs, round(len(pairs) * held_out)))
     return (divmod(pair, base) for pair in pairs if split == "all" or (pair in tested) == (split == "test"))
-
-
-def _check_split(split: str, held_out: float) -> None:
-    if split not in ("all", "train", "test"):
-        raise UserError(f"split must be all, train or test, found {split!r}")
-    if not 0 <= held_out <= 1:
-        raise UserError(f"held_out must be in [0, 1], found {held_out!r}")
