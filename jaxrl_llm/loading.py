@@ -22,6 +22,7 @@ from jaxrl_llm.models.declare import SCORE, VALUE_HEAD, init_declared
 from jaxrl_llm.models.lora import join
 from jaxrl_llm.models.transformer import TransformerConfig, init_params, make_transformer
 from jaxrl_llm.rewards import RewardSet, make_rewards
+from jaxrl_llm.roles import check_same_computation, check_vocabulary
 from jaxrl_llm.sharding import Layout, abstract, make_mesh
 from jaxrl_llm.steps.phases import Program, make_program
 from jaxrl_llm.steps.rollout import StopRules
@@ -134,7 +135,9 @@ def make_models(config: Config, inputs: Inputs, layout: Layout) -> tuple[Model, 
     for role, needed in (("critic", need_critic(config)), ("reference", need_reference(config))):
         if needed and (path := getattr(config, role).path):
             with naming(f"config.{role}.path"):
-                _check_vocabulary(hf.find_folder(path), inputs)
+                check_vocabulary(folder := hf.find_folder(path), inputs.folder, inputs.tokenizer)
+                if role == "reference":  # which is the actor's program with other parameters
+                    check_same_computation(folder, inputs.folder)
     critic = model(_folder(config.critic.path, inputs), True) if need_critic(config) else None
     return model(inputs.folder, False), critic
 
@@ -178,7 +181,10 @@ def _shape(config: Config, inputs: Inputs, folder: Path) -> TransformerConfig:
       UserError: the model is too small for the tokenizer's ids or for the lengths of prompts and responses.
     """
     shape = hf.read_shape(folder)
-    if (largest := _largest_id(config, inputs)) >= shape.vocab_size:
+    # Rows of the embedding past the tokenizer's vocabulary are padding: never sampled, never counted.
+    known_ids = max(inputs.tokenizer.get_vocab().values()) + 1
+    sampled = min(hf.read_shape(inputs.folder).vocab_size, known_ids) - 1  # the largest id that the actor may draw
+    if (largest := max(_largest_id(config, inputs), sampled if folder != inputs.folder else 0)) >= shape.vocab_size:
         raise UserError(f"{folder}: the embedding has {shape.vocab_size} rows, and token id {largest} is in use")
     length = config.rollout.prompt_length + config.rollout.response_length
     if length > shape.max_positions:
@@ -186,8 +192,6 @@ def _shape(config: Config, inputs: Inputs, folder: Path) -> TransformerConfig:
             f"config.rollout.prompt_length + config.rollout.response_length = {length}: {folder} has "
             f"{shape.max_positions} positions (max_position_embeddings)"
         )
-    # Rows of the embedding past the tokenizer's vocabulary are padding: never sampled, never counted.
-    known_ids = max(inputs.tokenizer.get_vocab().values()) + 1
     return dataclasses.replace(shape, real_vocab_size=min(shape.vocab_size, known_ids))
 
 
@@ -195,22 +199,6 @@ def _largest_id(config: Config, inputs: Inputs) -> int:
     """Of the prompts, the end tokens and the stop tokens."""
     prompts = (data.largest_id for data in (inputs.train, inputs.held_out) if data is not None)
     return max(*hf.read_eos_ids(inputs.folder), *config.rollout.stop_token_ids, *prompts, 0)
-
-
-def _check_vocabulary(folder: Path, inputs: Inputs) -> None:
-    """
-    Raises:
-      UserError: a folder's tokens are not the actor's, so that the ids of one would be nonsense to the other.
-    """
-    if not (folder / "tokenizer.json").is_file():
-        return  # nothing to compare; the size of the embedding is checked in any case
-    own, theirs = inputs.tokenizer.get_vocab(), load_tokenizer(folder).get_vocab()
-    if different := sorted((token for token in own if own[token] != theirs.get(token)), key=lambda token: own[token]):
-        first = different[0]
-        raise UserError(
-            f"{folder}: its tokenizer differs from the actor's ({inputs.folder}) in {len(different)} tokens; "
-            f"{first!r} is {own[first]} for the actor, here {theirs.get(first, 'not there')}"
-        )
 
 
 def _folder(path: str, inputs: Inputs) -> Path:

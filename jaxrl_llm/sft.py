@@ -18,6 +18,7 @@ from jaxrl_llm.chat import encode_response
 from jaxrl_llm.config import Config
 from jaxrl_llm.data import PromptBatch
 from jaxrl_llm.errors import UserError, leave, naming
+from jaxrl_llm.exchanges import check_ids
 from jaxrl_llm.models import hf
 from jaxrl_llm.records import field
 from jaxrl_llm.steps.phases import Program
@@ -46,6 +47,8 @@ class SftRun(SupervisedRun):
                 key = self.config.data.response_key
                 raise UserError(f"data.response_key {key!r}: a response is a string, found {text!r:.40}")
             ids = encode_response(self._inputs.tokenizer, text, self._eos_id)[:width]
+            with naming(f"data.response_key: {text!r:.40}"):
+                check_ids(ids, self._program.actor_model.vocab_size)
             responses[row, : len(ids)], mask[row, : len(ids)] = ids, True
         length = mask.sum(1, dtype=np.int32)
         ended = responses[np.arange(rows), np.maximum(length - 1, 0)] == self._eos_id
