@@ -102,7 +102,10 @@ def _data() -> dict:
         # file.py:function (a function that returns records).
         "train": (),
         "weights": (),  # share of each source in the mixture; (): every record once an epoch
-        "eval": (),  # sources of held-out prompts, written like `train`; (): no evaluation
+        # Sources of held-out prompts, written like `train`; (): no evaluation. Each may have a name, as in
+        # "sums=jaxrl_llm.tasks:addition(split='test')", which its metrics have (val-core/sums/…) instead of the
+        # records' data_source.
+        "eval": (),
         "train_batch_size": 8,  # prompts a step; rollout.n responses to each
         "shuffle": True,  # a new order each epoch, a function of seed and epoch
         "prompt_key": "prompt",  # field of a record that holds the prompt: a string, or a list of chat messages
@@ -115,6 +118,9 @@ def _data() -> dict:
         "system_prompt": "",  # first message of every chat; "": what the template does by itself
         "template_kwargs": {},  # variables for the chat template, such as {"enable_thinking": False}
         "too_long": "error",  # a prompt longer than rollout.prompt_length: error | drop (counted and reported)
+        # A record that cannot be read, has no prompt, or that the template refuses: error (which names file and line) |
+        # skip (counted and reported; if all are bad, an error).
+        "on_bad_record": "error",
         "source_kwargs": {},  # further arguments of the function, or of datasets.load_dataset
         # Which prompts are drawn, by how often the policy has got them right (the mean of `metric`, in [0, 1], over its
         # responses). uniform: all alike. hard: weight 1 - success. frontier: weight success x (1 - success), so that
@@ -130,7 +136,7 @@ def _data() -> dict:
 
 def _reward() -> dict:
     return {
-        # Names of built-in rewards (jaxrl_llm/rewards/registry.py), module:function or file.py:function; arguments may
+        # Names of built-in rewards (docs/rewards.md lists them), module:function or file.py:function; arguments may
         # follow, as in "format(pattern='…')". None are needed where there is a reward model.
         "functions": (),
         "weights": (),  # factor of each in the score; (): 1 each

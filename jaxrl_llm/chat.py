@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from jaxrl_llm.errors import UserError, nearest
+from jaxrl_llm.errors import UserError, nearest, of_kind
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -53,8 +53,10 @@ def render_prompt(
     """
     control = _control_tokens(tokenizer)
     if chat_template:
-        messages = _messages(prompt, system_prompt)
-        ids = _render_chat(tokenizer, messages, template_kwargs or {}, control)
+        with of_kind("malformed chat"):
+            messages = _messages(prompt, system_prompt)
+        with of_kind("template error"):
+            ids = _render_chat(tokenizer, messages, template_kwargs or {}, control)
     elif not isinstance(prompt, str):
         raise UserError("the prompt is a list of chat messages, which needs data.chat_template=True")
     elif system_prompt:
@@ -201,7 +203,7 @@ def _chat_text(
             raise UserError(
                 f"message {i} of the prompt: its content is a list of parts, and the chat template takes text alone"
             )
-    _check_characters(text)
+    check_characters(text)
     return text, spelled
 
 
@@ -309,7 +311,7 @@ def _encode_plain(
     tokenizer: PreTrainedTokenizerFast, text: str, control: _Control, *, follows: bool = False
 ) -> list[int]:
     """The ids of `text` with no control token among them, whatever it spells; `follows`: it stands behind one."""
-    _check_characters(text)
+    check_characters(text)
     if follows and _starts_anew(tokenizer):
         return _guarded(_backend(tokenizer, "behind a control token"), text, tokenizer, control)
     ids: Any = tokenizer(text, add_special_tokens=False, split_special_tokens=True, verbose=False)["input_ids"]
@@ -325,8 +327,7 @@ def _guarded(backend: Tokenizer, text: str, tokenizer: PreTrainedTokenizerFast, 
     if control.forbidden.isdisjoint(encoded.ids):
         return list(encoded.ids)
     if len(text) < 2:  # one character that is normalized to a control token; no tokenizer is known to have such
-        unknown: Any = tokenizer.unk_token_id
-        return [] if unknown is None else [unknown]
+        return [tokenizer.unk_token_id] if isinstance(tokenizer.unk_token_id, int) else []
     cuts = {0, len(text)}
     for i, (start, end) in zip(encoded.ids, encoded.offsets, strict=True):
         if i in control.forbidden:
@@ -382,7 +383,7 @@ def _backend(tokenizer: PreTrainedTokenizerFast, place: str) -> Tokenizer:
     return copy
 
 
-def _check_characters(text: str) -> None:
+def check_characters(text: str) -> None:
     """
     Raises:
       UserError: half of a character, which no tokenizer takes: the text was cut, or read in a wrong encoding.

@@ -197,6 +197,7 @@ class Collector:
             records=_at([*first.given.records, *second.given.records], order),
             texts=_at([*first.given.texts, *second.given.texts], order),
             indices=_at([*first.given.indices, *second.given.indices], order),
+            sets=_at([*first.given.sets, *second.given.sets], order),
         )
         return Collected(batch, given, sampled, Scores.join([first.scored, second.scored]).rows(rows))
 

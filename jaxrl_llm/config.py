@@ -103,6 +103,7 @@ class Data:
     system_prompt: str
     template_kwargs: dict[str, Any]
     too_long: Literal["error", "drop"]
+    on_bad_record: Literal["error", "skip"]
     source_kwargs: dict[str, Any]
     curriculum: Curriculum
 

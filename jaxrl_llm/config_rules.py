@@ -185,6 +185,7 @@ def _sources(config: Config) -> Iterator[Broken]:
         yield Broken(("model.path",), "must be given: a Hugging Face folder or a hub id")
     if not data.train:
         yield Broken(("data.train",), "must be given: at least one source of prompts")
+    yield from _names(config)
     if data.weights and len(data.weights) != len(data.train):
         yield Broken(("data.weights", "data.train"), "needs one weight per source, or none")
     if not data.prompt_key and not data.prompt_template:
@@ -200,6 +201,22 @@ def _sources(config: Config) -> Iterator[Broken]:
         yield Broken(keys, "beside a greedy response there must be several sampled ones: n at least 2")
     if evaluation.temperature == 0 and evaluation.n > 1:
         yield Broken(("eval.n", "eval.temperature"), "greedy responses are all the same: n must be 1 at temperature 0")
+
+
+def _names(config: Config) -> Iterator[Broken]:
+    """Of the sets to evaluate on."""
+    seen: dict[str, str] = {}
+    for key in ("train", "eval"):
+        for text in getattr(config.data, key):
+            try:
+                name, _ = dotted.split_name(text)
+            except UserError as error:
+                yield Broken((f"data.{key}",), str(error))
+                continue
+            if name and key == "train":
+                yield Broken(("data.train",), f"{text!r}: only the sources of data.eval have names; leave {name}= out")
+            elif name and seen.setdefault(name, text) is not text:
+                yield Broken(("data.eval",), f"two sets are named {name!r}: {seen[name]!r} and {text!r}")
 
 
 def _rewards(config: Config) -> Iterator[Broken]:

@@ -1,4 +1,5 @@
-"""Names in a config that stand for Python: `module:function`, `path/to/file.py:function`, `name(key=value)`."""
+"""Names in a config that stand for Python: `module:function`, `path/to/file.py:function`, `name(key=value)`; and the
+name that a source is given, `name=source`."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ import ast
 import hashlib
 import importlib
 import importlib.util
+import re
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -40,6 +42,31 @@ def split_call(text: str) -> tuple[str, dict[str, Any]]:
     except (SyntaxError, ValueError) as error:
         raise UserError(f"{text!r}: expected name(key=value, …) with plain values: {error}") from error
     return name.strip(), kwargs
+
+
+def split_name(text: str) -> tuple[str, str]:
+    """The name and the source of `name=source`; ("", text) where no name is given.
+
+    What is the path of something that exists is never taken apart, nor what has a "/", ":" or "(" before its first "=".
+
+    Raises:
+      UserError: the name has characters that no name of a metric has, or there is no source behind it.
+
+    >>> split_name("sums=jaxrl_llm.tasks:addition(split='test')")
+    ('sums', "jaxrl_llm.tasks:addition(split='test')")
+    >>> split_name("jaxrl_llm.tasks:addition(split='test')")
+    ('', "jaxrl_llm.tasks:addition(split='test')")
+    """
+    name, equals, source = text.partition("=")
+    if not equals or set(name) & set(":/\\(~") or Path(text).exists():
+        return "", text
+    if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]*", name):
+        better = re.sub(r"[^A-Za-z0-9_.-]+", "_", name).strip("_.-")
+        hint = f"did you mean {better!r}?" if better else f"expected a name as in test={source}"
+        raise UserError(f"{text!r}: {name!r} is no name of a set (letters, digits, _, . and -); {hint}")
+    if not source.strip():
+        raise UserError(f"{text!r}: no source behind the name; expected {name}=SOURCE")
+    return name, source
 
 
 def load(name: str) -> Any:

@@ -14,6 +14,7 @@ class UserError(Exception):
     """Something the user gave is wrong: a config key, a file, a record, a reward function. Exit code 2."""
 
     exit_code = 2
+    kind = ""  # of a record, what sort of thing is wrong with it, see `of_kind`
 
 
 class RunAborted(Exception):
@@ -34,7 +35,19 @@ def naming(what: str) -> Iterator[None]:
     try:
         yield
     except UserError as error:
-        raise UserError(f"{what}: {error}") from error
+        named = UserError(f"{what}: {error}")
+        named.kind = error.kind
+        raise named from error
+
+
+@contextlib.contextmanager
+def of_kind(kind: str) -> Iterator[None]:
+    """What is wrong with a record is of this kind, unless it is said to be of another already."""
+    try:
+        yield
+    except UserError as error:
+        error.kind = error.kind or kind
+        raise
 
 
 def nearest(name: str, valid: Iterable[str]) -> str:

@@ -61,7 +61,7 @@ class Evaluator:
                     "length": int(lengths[row]),
                     "finish_reason": {1: "stop", 2: "length"}[int(reasons[row])],
                     "num_turns": sampled.num_turns(row),
-                    "data_source": given.records[row // n].get("data_source", "all"),
+                    "data_source": given.sets[row // n],
                 }
 
 

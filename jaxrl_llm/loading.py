@@ -4,7 +4,7 @@ rewards."""
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -46,8 +46,14 @@ class Inputs:
     held_out: PromptData | None
 
 
-def load_inputs(config: Config, *, train: bool = True) -> Inputs:
+def load_inputs(
+    config: Config, *, train: bool = True, check: Callable[[str, Mapping[str, Any]], object] | None = None
+) -> Inputs:
     """Opens every source, tokenizes every prompt and resolves every reward.
+
+    Args:
+      train: False leaves the training prompts out.
+      check: told ("train" or "eval", record) of every record; one that it raises a UserError on is a bad record.
 
     Raises:
       UserError: whatever is wrong with one of them.
@@ -76,13 +82,16 @@ def load_inputs(config: Config, *, train: bool = True) -> Inputs:
             system_prompt=data.system_prompt or None,
             template_kwargs=data.template_kwargs,
             too_long=data.too_long,
+            on_bad_record=data.on_bad_record,
             source_kwargs=data.source_kwargs,
             record_arrays=rewards.record_arrays,
             limit=limit,
+            named=key == "data.eval",
+            check=partial(check, key.removeprefix("data.")) if check else None,
             config_key=f"config.{key}",
         )
         if given.functions and not given.model.path:  # which scores them all
-            rewards.check(found.records)
+            found.each(lambda record: rewards.check([record]))
         return found
 
     return Inputs(

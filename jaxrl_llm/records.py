@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
+
+import numpy as np
 
 from jaxrl_llm.chat import Chat
 from jaxrl_llm.errors import UserError, naming, nearest
 from jaxrl_llm.sources import Record
+
+# What a JAX reward reads of a record: a key that holds a number (or array of one shape), or a function of the record.
+RecordArray = str | Callable[[Record], Any]
 
 
 def field(record: Record, name: str) -> Any:
@@ -84,3 +89,34 @@ def _said(content: Any) -> str:
     if isinstance(content, str):
         return content
     return "\n".join(str(part["text"]) for part in content if part.get("text"))
+
+
+def record_array(name: str, record: Record, get: RecordArray) -> np.ndarray:
+    """What a JAX reward reads of one record.
+
+    Raises:
+      UserError: the record does not have it, or it is no number.
+    """
+    try:
+        found = np.asarray(field(record, get) if isinstance(get, str) else get(record))
+    except (LookupError, TypeError, ValueError) as error:
+        raise UserError(f"record array {name!r}: {type(error).__name__}: {error}") from error
+    if found.dtype.kind not in "biuf":
+        raise UserError(f"record array {name!r}: expected a number, found {found.tolist()!r:.40}")
+    return found
+
+
+def stacked(name: str, values: Sequence[np.ndarray]) -> np.ndarray:
+    """[N, …]: whole numbers as int32, others as float32, truth values as bool.
+
+    Raises:
+      UserError: the values have several shapes, or do not fit.
+    """
+    shapes = {v.shape for v in values}
+    if len(shapes) > 1:
+        raise UserError(f"record array {name!r}: the records hold arrays of several shapes: {sorted(shapes)}")
+    found = np.stack(values) if values else np.zeros(0, np.float32)
+    dtype = {"b": np.bool_, "f": np.float32}.get(found.dtype.kind, np.int32)
+    if dtype == np.int32 and found.size and np.abs(found).max() > np.iinfo(np.int32).max:
+        raise UserError(f"record array {name!r}: {np.abs(found).max()} does not fit into 32 bits")
+    return found.astype(dtype)

@@ -11,7 +11,7 @@ transformers reads, and that `reward.model.path` names.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ import numpy as np
 from jaxrl_llm.compiled import Compiled
 from jaxrl_llm.config import Config, check_devices
 from jaxrl_llm.data import PromptBatch, PromptData
-from jaxrl_llm.errors import UserError, leave, naming
+from jaxrl_llm.errors import UserError, leave, naming, of_kind
 from jaxrl_llm.evaluation import evaluation_metrics
 from jaxrl_llm.exchanges import Exchanges
 from jaxrl_llm.loading import Inputs, load_inputs, make_layout, make_reward_model, policy_params
@@ -92,6 +92,20 @@ class Pairs:
         return found
 
 
+def check_pair(config: Config, role: str, record: Mapping[str, Any]) -> None:
+    """
+    Raises:
+      UserError: a record, whether to train or to evaluate on, lacks one of the two responses.
+    """
+    del role
+    with of_kind("no pair"):
+        for name in ("chosen_key", "rejected_key"):
+            with naming(f"data.{name}"):
+                response = field(record, getattr(config.data, name))
+                if not isinstance(response, str | list | tuple):
+                    raise UserError(f"a response is a string or a list of chat messages, found {response!r:.40}")
+
+
 def _common(a: list[int], b: list[int]) -> int:
     """How many ids both begin with, but for the last of the shorter one.
 
@@ -137,7 +151,7 @@ class PairEvaluator:
                         },
                         "length": float(np.asarray(host.response_length)[own].mean()),
                         "finish_reason": "stop" if whole else "length",
-                        "data_source": given.records[group].get("data_source", "all"),
+                        "data_source": given.sets[group],
                     }
                 )
         return evaluation_metrics(rows), rows
@@ -190,7 +204,7 @@ def evaluate_pairs(
     Raises:
       UserError, StorageError: as when a run is started.
     """
-    inputs, layout = load_inputs(config, train=False), make_layout(config)
+    inputs, layout = load_inputs(config, train=False, check=partial(check_pair, config)), make_layout(config)
     model = make_reward_model(config, inputs, layout)
     params, step = policy_params(config, model, layout, inputs.folder, run, step)
     if run is not None:
@@ -204,6 +218,9 @@ class RewardModelRun(SupervisedRun):
 
     def _open_rewards(self) -> Inputs:  # its evaluation is of pairs
         return self._inputs
+
+    def _check_record(self, role: str, record: Mapping[str, Any]) -> None:
+        check_pair(self.config, role, record)
 
     def _make_scorer(self) -> tuple[None, Inputs]:
         return None, self._inputs

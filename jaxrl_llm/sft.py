@@ -9,15 +9,16 @@ What comes out is a run's folder as any other: evaluate it, export it, or train 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from jaxrl_llm.chat import encode_response
+from jaxrl_llm.chat import check_characters, encode_response
 from jaxrl_llm.config import Config
 from jaxrl_llm.data import PromptBatch
-from jaxrl_llm.errors import UserError, leave, naming
+from jaxrl_llm.errors import UserError, leave, naming, of_kind
 from jaxrl_llm.exchanges import check_ids
 from jaxrl_llm.models import hf
 from jaxrl_llm.records import field
@@ -36,16 +37,25 @@ class SftRun(SupervisedRun):
         self._eos_id = hf.read_eos_ids(self._inputs.folder)[0]
         return dataclasses.replace(program, actor=training, critic=None, critic_model=None, ref=None)
 
+    def _check_record(self, role: str, record: Mapping[str, Any]) -> None:
+        if role == "train":
+            with of_kind("no response"):
+                check_characters(self._response(record))
+
+    def _response(self, record: Mapping[str, Any]) -> str:
+        key = self.config.data.response_key
+        with naming("data.response_key"):
+            text = field(record, key)
+        if not isinstance(text, str):
+            raise UserError(f"data.response_key {key!r}: a response is a string, found {text!r:.40}")
+        return text
+
     def _batch(self, given: PromptBatch) -> Batch:
         """The prompts with their responses, cut at the frame's width, as one finished batch on the host."""
         rows, width = len(given.records), self.config.rollout.response_length
         responses, mask = np.zeros((rows, width), np.int32), np.zeros((rows, width), np.bool_)
         for row, record in enumerate(given.records):
-            with naming("data.response_key"):
-                text = field(record, self.config.data.response_key)
-            if not isinstance(text, str):
-                key = self.config.data.response_key
-                raise UserError(f"data.response_key {key!r}: a response is a string, found {text!r:.40}")
+            text = self._response(record)
             ids = encode_response(self._inputs.tokenizer, text, self._eos_id)[:width]
             with naming(f"data.response_key: {text!r:.40}"):
                 check_ids(ids, self._program.actor_model.vocab_size)

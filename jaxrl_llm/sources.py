@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from jaxrl_llm import dotted
-from jaxrl_llm.errors import UserError, nearest
-from jaxrl_llm.source_files import JsonLines, ParquetFile, Record
+from jaxrl_llm.errors import UserError, nearest, of_kind
+from jaxrl_llm.source_files import COMPRESSED, Record, open_file
 
 
 @runtime_checkable
@@ -28,7 +28,7 @@ class Source(Protocol):
 def open_source(spec: str | Path | Source | Sequence[Record], kwargs: Mapping[str, Any] | None = None) -> Source:
     """The source that a name stands for, or a sequence of records (a grain.MapDataset too) as one.
 
-    - `file.jsonl` (one JSON object a line) and `file.parquet`
+    - `file.jsonl` (one JSON object a line), `file.json` (the same, or one array of objects) and `file.parquet`
     - `folder`, `folder:split`: a dataset that `datasets.save_to_disk` wrote
     - `hf:name`, `hf:name:config:split`: a dataset of the Hugging Face hub; the split is "train" if none is given
     - `module:function`, `module:function(key=value)`, `file.py:function`: a function that returns a sequence of records
@@ -46,12 +46,14 @@ def open_source(spec: str | Path | Source | Sequence[Record], kwargs: Mapping[st
     path = Path(name).expanduser()
     if name.startswith("hf:"):
         return _from_hub(name, kwargs or {})
-    if path.suffix in (".jsonl", ".json", ".parquet"):
+    if path.suffix in (".jsonl", ".json", ".parquet", *COMPRESSED):
+        if path.is_dir():
+            raise UserError(f"{name!r} is a folder; expected a file, or a dataset folder without such an ending")
         if not path.is_file():
             beside = [file.name for file in path.parent.iterdir()] if path.parent.is_dir() else []
             close = difflib.get_close_matches(path.name, beside, n=1)
             raise UserError(f"there is no file {name!r}" + (f"; did you mean {close[0]!r}?" if close else ""))
-        return ParquetFile(path) if path.suffix == ".parquet" else JsonLines(path)
+        return open_file(path)
     folder, _, split = name.partition(":")
     if Path(folder).expanduser().is_dir():
         return _from_folder(Path(folder).expanduser(), split)
@@ -63,7 +65,7 @@ def open_source(spec: str | Path | Source | Sequence[Record], kwargs: Mapping[st
 
 
 class RecordSequence:
-    """A sequence of records that stands anywhere but in a JSONL file."""
+    """A sequence of records that stands anywhere but in a file."""
 
     def __init__(self, records: Any, label: str) -> None:
         if not (hasattr(records, "__len__") and hasattr(records, "__getitem__")) or isinstance(records, str | Mapping):
@@ -74,9 +76,13 @@ class RecordSequence:
         return len(self._records)
 
     def __getitem__(self, index: int) -> Record:
-        record = self._records[index]
+        try:
+            record = self._records[index]
+        except Exception as error:  # somebody's own sequence may fail as any
+            raise UserError(f"{self.where(index)}: {type(error).__name__}: {error}") from error
         if not isinstance(record, Mapping):
-            raise UserError(f"{self.where(index)}: expected a dict, found {type(record).__name__}")
+            with of_kind("not an object"):
+                raise UserError(f"{self.where(index)}: expected a dict, found {type(record).__name__}")
         return record
 
     def where(self, index: int) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import shutil
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -40,6 +40,7 @@ from jaxrl_llm.metrics import extras_metrics, timing_metrics
 from jaxrl_llm.models.hf_export import export_policy
 from jaxrl_llm.models.lora import count
 from jaxrl_llm.order import epoch_steps
+from jaxrl_llm.repeats import repeat_notices
 from jaxrl_llm.reward_scorer import RewardScorer, make_scorer
 from jaxrl_llm.rewards import Scores
 from jaxrl_llm.samplers import make_sampler
@@ -89,7 +90,7 @@ class Run:
         if self._workdir and self._workdir.exists() and not self._workdir.is_dir():
             raise UserError(f"--workdir {workdir}: is a file; expected a folder, or nothing yet")
         self._writer, self._checkpoints = None, None
-        self._inputs = load_inputs(config)
+        self._inputs = load_inputs(config, check=self._check_record)
         try:
             self._start(workdir)
         except BaseException as error:
@@ -260,6 +261,9 @@ class Run:
     def _open_rewards(self) -> Inputs:
         return open_rewards(self.config, self._inputs)
 
+    def _check_record(self, role: str, record: Mapping[str, Any]) -> None:
+        """Raises a UserError if a record, of "train" or of "eval", lacks what the run needs beside the prompt."""
+
     def _make_scorer(self) -> tuple[RewardScorer | None, Inputs]:
         return make_scorer(self.config, self._inputs, self._layout)
 
@@ -410,7 +414,9 @@ class Run:
             self._writer.note(text)
 
     def _note_inputs(self) -> None:
-        for notice in notices(self.config):
+        sources = [data for data in (self._data, self._inputs.held_out) if data]
+        skipped = [notice for data in sources for notice in data.skip_notices()]
+        for notice in [*notices(self.config), *skipped]:
             if self._writer is None:  # nobody reads notes then, in a notebook for instance
                 warnings.warn(notice, stacklevel=4)
             self._note(f"notice: {notice}")
@@ -418,12 +424,9 @@ class Run:
         def size(data: PromptData) -> str:
             return f"{len(data)}" + (f" ({data.dropped} more dropped as too long)" if data.dropped else "")
 
-        for data in (self._data, self._inputs.held_out):
-            if data and data.with_unknown:
-                self._note(
-                    f"notice: {data.with_unknown} of {len(data)} prompts hold characters that the tokenizer has no "
-                    "token for; the model sees its unknown token in their place"
-                )
+        found = [notice for data in sources for notice in data.notices()]
+        for notice in [*found, *repeat_notices(self._data, self._inputs.held_out)]:
+            self._note(f"notice: {notice}")
         if self._program.actor.frozen:
             trained, whole = (count(p) for p in (self._state.actor.params, self._state.base))
             self._note(f"LoRA: {trained:,} parameters are trained, {whole:,} are frozen")

@@ -20,13 +20,17 @@ calls = 0
 def obey(prompt: str, response: str, record: Any) -> Any:
     """The response's length, or what its first word orders; a record's "note" is a file for process ids."""
     order = response.partition(" ")[0]
-    if order == "children":  # one in its group, one in a session of its own
+    if order in ("children", "hidden"):  # one in its group, one in a session of its own
         own = subprocess.Popen(["sleep", "100"])
         away = subprocess.Popen(["sleep", "100"], start_new_session=True)
+        found = [os.getpid(), own.pid, away.pid]
+        if order == "hidden":  # and one that has given up all that it could be known by
+            script = "import subprocess as s; print(s.Popen(['sleep', '100'], start_new_session=True, stdout=-3).pid)"
+            found.append(int(subprocess.check_output([sys.executable, "-S", "-c", script], env={})))
         with open(record["note"], "w") as file:
-            json.dump([os.getpid(), own.pid, away.pid], file)
+            json.dump(found, file)
     match order:
-        case "hang" | "children":
+        case "hang" | "children" | "hidden":
             time.sleep(100)
         case "regex":
             re.match(r"(a+)+$", "a" * 40 + "b")

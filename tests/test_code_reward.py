@@ -13,11 +13,10 @@ import pytest
 
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.rewards import code, make_rewards, resolve
-from jaxrl_llm.rewards.code import last_block, namespaces_work
-from jaxrl_llm.rewards.lockdown import CALLS
+from jaxrl_llm.rewards.code import last_block, protections
 
 pytestmark = pytest.mark.skipif(not os.path.exists("/proc/self/ns/user"), reason="Linux alone")
-NAMESPACES = namespaces_work()
+NAMESPACES = "namespaces" in protections()
 needs_namespaces = pytest.mark.skipif(not NAMESPACES, reason="no user namespaces here")
 
 PLUS_ONE = {"test_list": ["assert f(1) == 2", "assert f(2) == 3"]}
@@ -65,7 +64,7 @@ def test_it_is_off_unless_asked_for():
 
 
 def test_without_namespaces_it_has_to_be_said(monkeypatch):
-    monkeypatch.setattr(code, "namespaces_work", lambda: False)
+    monkeypatch.setattr(code, "protections", frozenset)
     with pytest.raises(UserError, match="no user namespaces here.*namespaces=False"):
         resolve("code(run_model_code=True)")
     assert make_rewards(["code(run_model_code=True, namespaces=False)"]).names == ("code",)
@@ -290,8 +289,8 @@ def f(x):
     return found[0]
 """
     assert run(threads) == {"score": 1.0, "passed": 1.0, "error": None}
-    if os.uname().machine not in CALLS:
-        pytest.skip("no table of calls for this machine")
+    if "seccomp" not in protections():
+        pytest.skip("no seccomp here")
     for text in (
         "os.fork()",
         "os.system('true')",
@@ -303,7 +302,7 @@ def f(x):
     assert run(f"import os\nassert os.system('true') != 0\n{RIGHT}")["score"] == 1
 
 
-@needs_namespaces
+@pytest.mark.skipif(not protections() >= {"namespaces", "landlock"}, reason="not all of the protection here")
 def test_nothing_is_reached(tmp_path, monkeypatch):
     """No network, no other process, no file outside, no environment: each attempt has to raise in there."""
     secret = tmp_path / "secret.txt"

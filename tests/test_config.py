@@ -154,6 +154,13 @@ def test_overrides_as_values(recipe: Path):
         ("eval.interval=5", "evaluation needs a source of held-out prompts"),
         ("eval.n=4", "greedy responses are all the same"),
         ("data.weights=(1, 2)", "one weight per source"),
+        ("data.on_bad_record=drop", "must be one of error, skip; found 'drop'"),
+        ("data.train=a=b.jsonl", "'a=b.jsonl': only the sources of data.eval have names; leave a= out"),
+        ("data.eval=('a=b.jsonl', 'a=c.jsonl')", "two sets are named 'a': 'a=b.jsonl' and 'a=c.jsonl'"),
+        (
+            "data.eval=my set=b.jsonl",
+            "'my set' is no name of a set (letters, digits, _, . and -); did you mean 'my_set'?",
+        ),
         ("mesh.fsdp=-1", "at most one axis"),
         ("mesh.fsdp=0", "must be at least 1, or -1"),
         (
@@ -346,7 +353,12 @@ def test_json_round_trip(recipe: Path, tmp_path: Path):
 def test_a_run_from_before_a_knob_came_has_its_default(recipe: Path, tmp_path: Path):
     config = load_config(recipe, {"actor.clip_ratio": 0.1})
     plain = json.loads(config_lib.to_json(config))
-    del plain["model"]["lora_rank"], plain["critic"]["optimizer"]["b1"], plain["logging"]
+    del (
+        plain["data"]["on_bad_record"],
+        plain["model"]["lora_rank"],
+        plain["critic"]["optimizer"]["b1"],
+        plain["logging"],
+    )
     plain["actor"]["loss_kwargs"] = {}
     (tmp_path / "config.json").write_text(json.dumps(plain))
     for found in (config_lib.from_json(json.dumps(plain)), load_config(tmp_path / "config.json")):

@@ -239,7 +239,7 @@ def test_jsonl_reads_other_scripts_line_ends_and_a_byte_order_mark(tmp_path):
     path.write_bytes("\ufeff".encode() + '{"prompt": "é"}\r\n{"prompt": "日"}'.encode())
     assert [record["prompt"] for record in make(str(path)).records] == ["é", "日"]
     path.write_bytes(b'{"prompt": "\xff"}')
-    fails("train.jsonl:1: not a JSON object", str(path))
+    fails("train.jsonl:1: not UTF-8: byte 12 of the line", str(path))
 
 
 def test_verls_parquet_loads_unchanged(tmp_path):

@@ -254,7 +254,7 @@ def test_nothing_starts_for_nothing() -> None:
 @pytest.mark.skipif(not Path("/proc").is_dir(), reason="looks into /proc")
 def test_a_deadline_ends_the_children_too(hostile: RewardSet, tmp_path: Path) -> None:
     note = tmp_path / "pids"
-    found = run(hostile, ["children"], [{"note": str(note)}])
+    found = run(hostile, ["hidden"], [{"note": str(note)}])
     assert not found.valid.any()
     assert soon(lambda: not any(map(alive, json.loads(note.read_text()))))
 
@@ -264,7 +264,7 @@ def test_nothing_is_left_after_close_and_after_being_forgotten(tmp_path: Path) -
     threads = threading.active_count()
     note = tmp_path / "pids"
     rewards = pooled(make_rewards([f"{HERE}:obey"]), num_workers=2, timeout=60)
-    pending = rewards.start([""] * 9, ["children", *["wait"] * 8], [{"note": str(note)}] * 9)
+    pending = rewards.start([""] * 9, ["hidden", *["wait"] * 8], [{"note": str(note)}] * 9)
     assert soon(note.exists) and soon(note.read_text)
     assert workers()
     rewards.close()

@@ -55,7 +55,7 @@ def _check(
             raise UserError(f"{name} is {value!r}; expected a number above 0")
     if not sys.platform.startswith("linux"):
         raise UserError(f"runs on Linux alone, this is {sys.platform}")
-    if namespaces and not namespaces_work():
+    if namespaces and "namespaces" not in protections():
         raise UserError(
             "there are no user namespaces here, so model code could reach the network and end other processes; in a "
             "container of its own without either, code(run_model_code=True, namespaces=False) does without"
@@ -196,14 +196,16 @@ def _lines(text: Any) -> str:
 
 
 @functools.lru_cache(maxsize=1)
-def namespaces_work() -> bool:
-    """Whether a process without privileges can shut itself off here."""
-    given = {"limits": {"memory_mb": 512, "seconds": 5, "file_mb": 1}, "namespaces": True}
+def protections() -> frozenset[str]:
+    """What this machine has to shut a process off: some of namespaces, landlock, seccomp. docs/rewards.md says what is
+    lost without each."""
+    limits = {"memory_mb": 512, "seconds": 5, "file_mb": 1}
+    given = {"limits": limits, "namespaces": False, "code": "", "stdin": ""}
     try:
-        with _folder() as folder, _started("script", {**given, "code": "print(1)", "stdin": ""}, folder) as process:
-            return _output(process, time.monotonic() + 10) == b"1\n"
+        with _folder() as folder, _started("script", given, folder) as (_, said):
+            return frozenset(said.decode().split()[1:])
     except RuntimeError:
-        return False
+        return frozenset()
 
 
 def _run_tests(given: dict[str, Any], task: dict[str, Any], seconds: float) -> tuple[int, list[str]]:
@@ -244,7 +246,7 @@ def _run_programs(
         if seconds <= 0:
             errors.append(f"test {at}: no time is left")
             break
-        with _folder() as folder, _started("script", {**given, "stdin": stdin}, folder) as process:
+        with _folder() as folder, _started("script", {**given, "stdin": stdin}, folder) as (process, _):
             start = time.monotonic()
             output = _output(process, start + seconds)
             seconds -= time.monotonic() - start
@@ -277,8 +279,10 @@ def _folder() -> Iterator[str]:
 
 
 @contextlib.contextmanager
-def _started(role: str, given: dict[str, Any], folder: str, *pipes: int) -> Iterator[subprocess.Popen[bytes]]:
-    """A process that has locked itself down; all of its group is gone afterwards.
+def _started(
+    role: str, given: dict[str, Any], folder: str, *pipes: int
+) -> Iterator[tuple[subprocess.Popen[bytes], bytes]]:
+    """A process that has locked itself down, and what it said of that; all of its group is gone afterwards.
 
     Raises:
       RuntimeError: it could not. That is before it sees any code, so that no code can bring it about.
@@ -305,9 +309,10 @@ def _started(role: str, given: dict[str, Any], folder: str, *pipes: int) -> Iter
         finally:
             os.close(says_ready)
     try:
-        if not _read(ready, time.monotonic() + SLOWEST_START).startswith(b"1"):
+        said = _read(ready, time.monotonic() + SLOWEST_START)
+        if not said.startswith(b"ready"):
             raise RuntimeError("code: a process could not lock itself down, and has run nothing")
-        yield process
+        yield process, said
     finally:
         os.close(ready)
         with contextlib.suppress(ProcessLookupError):

@@ -135,6 +135,7 @@ def locked_down(given: dict[str, Any]) -> None:
     The process that runs code is not the first of its namespace: that one, which no signal from within ends, only
     waits, and dies with the one outside; and with it dies everything in the namespace.
     """
+    die_with_parent()
     isolated = isolate()
     if given["namespaces"] and not isolated:
         os._exit(1)
@@ -152,8 +153,10 @@ def locked_down(given: dict[str, Any]) -> None:
                     os._exit(min(os.waitstatus_to_exitcode(status) & 0xFF, 255))
         die_with_parent()
     limit(given["limits"])
-    fence_in(os.getcwd())
+    done = [("namespaces", isolated), ("landlock", fence_in(os.getcwd()))]
     drop_privileges()
-    refuse_calls()
-    os.write(given["pipes"][0], b"1")  # only now, and only if all of this has been done
-    os.close(given["pipes"].pop(0))
+    done.append(("seccomp", refuse_calls()))
+    # Only now, and only if all of this has been done, it says that it is ready, and of what is optional what it has.
+    ready = given["pipes"].pop(0)
+    os.write(ready, " ".join(["ready", *(name for name, worked in done if worked)]).encode())
+    os.close(ready)

@@ -60,6 +60,15 @@ def math(prompt: str, response: str, record: Record) -> dict[str, Any]:
     return found(equal_answers(answer, gold), _spelling(answer))
 
 
+def _warm_up() -> None:
+    """What the first comparison costs, more than a second: sympy, the parser of LaTeX."""
+    if importlib.util.find_spec(PACKAGE) is not None:
+        equal_answers("(x+1)^2", "x^2+2x+1")
+
+
+math.warm_up = _warm_up  # type: ignore[attr-defined]
+
+
 def equal_answers(answer: str, gold: str) -> bool:
     """Whether an answer equals the gold one; without the library where they are the same number or text."""
     if same_answer(answer, gold):
@@ -123,3 +132,11 @@ def _boxed_in_vain(response: str) -> bool:
 
 def _spelling(answer: str) -> str | None:
     return spelling(named(answer)[1])
+
+
+def _warm_up() -> None:
+    """What is slow at the first answer: importing sympy and building the library's patterns."""
+    equal_answers("x+x", "2x")
+
+
+math.warm_up = _warm_up  # type: ignore[attr-defined]  # a worker calls it before it says that it is ready

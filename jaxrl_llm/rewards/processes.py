@@ -39,6 +39,42 @@ def kill_marked(mark: str) -> None:
         time.sleep(0.005)  # a killed process is there for some moments
 
 
+def kill_children(pid: int) -> None:
+    """Kills what a process, which is stopped for that, has started, directly or not; nothing where there is no /proc.
+
+    As a worker adopts orphans (`worker.main`), this finds those too that have left its group and given up its mark.
+    """
+    if not PROC.is_dir():
+        return
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.kill(pid, signal.SIGSTOP)
+    for _ in range(SWEEPS):
+        found = _descendants(pid)
+        for child in found:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(child, signal.SIGKILL)
+        if not found:
+            return
+        time.sleep(0.005)
+
+
+def _descendants(pid: int) -> list[int]:
+    """Those of a process that are alive."""
+    children: dict[int, list[int]] = {}
+    alive = set()
+    for entry in PROC.iterdir():
+        with contextlib.suppress(OSError):
+            if entry.name.isdecimal():
+                state, parent = (entry / "stat").read_text().rpartition(")")[2].split()[:2]
+                children.setdefault(int(parent), []).append(int(entry.name))
+                if state not in "ZX":
+                    alive.add(int(entry.name))
+    found = list(children.get(pid, ()))
+    for child in found:  # which grows
+        found += children.get(child, ())
+    return [child for child in found if child in alive]
+
+
 def marked(mark: str) -> Iterator[int]:
     """The processes, other than this one, whose mark begins with `mark`."""
     wanted = f"{MARK}={mark}".encode()

@@ -23,6 +23,7 @@ from jaxrl_llm.errors import UserError
 from jaxrl_llm.rewards.forms import Form, call
 from jaxrl_llm.rewards.registry import resolve
 
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 LENGTH = struct.Struct(">Q")  # of a message, before it
 LONGEST_ERROR = 4_000  # characters of an error's text
 # Of address space beyond the memory limit: libraries map far more than they use (jax: 1.3 GB). It bounds shared
@@ -115,11 +116,13 @@ def _reply(functions: list[Function], message: bytes) -> dict[str, Any]:
 
 
 def _die_with(parent: int) -> None:
-    """Linux kills this process when its parent is gone; elsewhere the guard and the closed socket end it."""
+    """Linux kills this process when its parent is gone; elsewhere the guard and the closed socket end it. What it has
+    started becomes its own child when what came between is gone: so that all of it can be found."""
     if sys.platform == "linux":
-        set_parent_death_signal = 1
         with contextlib.suppress(OSError, AttributeError):
-            ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)
+            library = ctypes.CDLL(None)
+            library.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+            library.prctl(PR_SET_CHILD_SUBREAPER, 1)
     if os.getppid() != parent:  # it was quicker
         os._exit(1)
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.rewards.forms import LARGEST_SCORE, Record, Result
-from jaxrl_llm.rewards.processes import MARK, kill_group, kill_marked
+from jaxrl_llm.rewards.processes import MARK, kill_children, kill_group, kill_marked
 from jaxrl_llm.rewards.worker import LENGTH
 
 START_SECONDS = 120.0  # until a worker must be ready: imports on a loaded machine
@@ -190,10 +190,11 @@ class WorkerProcess:
         return f"killed by signal {-code}"
 
     def kill(self) -> int | None:
-        """Kills it, its group and all that bears its mark; its exit code, negative for a signal."""
+        """Kills it and all that it has started; its exit code, negative for a signal."""
         with self._lock:
             if not self.killed:
                 self.killed = True
+                kill_children(self.process.pid)
                 kill_group(self.process.pid)  # before it is waited for: afterwards the id may be another's
                 kill_marked(self._mark)
                 with contextlib.suppress(OSError):

@@ -8,7 +8,7 @@ from jaxrl_llm.tasks.game import countdown
 from jaxrl_llm.tasks.generated import Generated
 from jaxrl_llm.tasks.ordering import max_of_n, sorting
 from jaxrl_llm.tasks.stories import word_problems
-from jaxrl_llm.tasks.sums import MOST_RECORDS, addition, arithmetic, column_pairs, column_sums
+from jaxrl_llm.tasks.sums import MOST_RECORDS, addition, arithmetic, column_pairs, column_sums, products
 
 __all__ = [
     "MOST_RECORDS",
@@ -19,6 +19,7 @@ __all__ = [
     "column_sums",
     "countdown",
     "max_of_n",
+    "products",
     "sorting",
     "word_problems",
 ]

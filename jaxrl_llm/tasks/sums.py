@@ -90,6 +90,48 @@ def column_pairs(
     return found
 
 
+def products(
+    split: str = "all",
+    held_out: float = 0.1,
+    seed: int = 0,
+    ask: float = 0.0,
+    copies: int = 1,
+    data_source: str = "products",
+) -> list[dict[str, str]]:
+    """Products of two numbers below 100, as `47*38=`, for a model that may ask the environment "calculator(opening='(',
+    closing=')')".
+
+    Args:
+      split, held_out, seed: as in `addition`.
+      ask: above 0, lines to learn from: of this share of the products, drawn by seed, one line asks for the product,
+        and one goes on from what it was told; of the others one line says it at once. 0: the problems alone.
+      copies: of each pair, each asking or not by itself.
+
+    >>> products()[4738]
+    {'prompt': '47*38=', 'answer': '1786', 'data_source': 'products'}
+    >>> for line in products(ask=1.0)[9476:9478]:
+    ...     print(line["prompt"], line["response"])
+    47*38= (47*38)
+    47*38=(47*38)1786 1786
+    """
+    if not 0 <= ask <= 1:
+        raise UserError(f"products: ask must be in [0, 1], found {ask!r}")
+    if copies < 1:
+        raise UserError(f"products: copies must be at least 1, found {copies}")
+    check_split(split, held_out)
+    draw, found = random.Random(seed), []
+    for a, b in _pairs(100, split, held_out, draw):
+        prompt, call, answer = f"{a}*{b}=", f"({a}*{b})", str(a * b)
+        for _ in range(copies):
+            lines = [{"prompt": prompt}]
+            if ask:
+                asks = draw.random() < ask
+                lines = [{"prompt": prompt, "response": call if asks else answer}]
+                lines += [{"prompt": f"{prompt}{call}{answer}", "response": answer}] if asks else []
+            found += [{**line, "answer": answer, "data_source": data_source} for line in lines]
+    return found
+
+
 def arithmetic(
     digits: int | Sequence[int] = 2,
     operands: int | Sequence[int] = 3,
