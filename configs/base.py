@@ -53,7 +53,8 @@ def _model() -> dict:
         "fresh": False,  # True: random parameters in the shape of the folder's config.json; its weights are not read
         "dtype": "float32",  # of the computation: float32 | bfloat16 (logits, softmax and log-probs are always float32)
         "param_dtype": "float32",  # of the parameters and the optimizer's moments: float32 | bfloat16
-        # LoRA: only low-rank corrections of the projections are trained, on frozen parameters held in `dtype`.
+        # LoRA: only low-rank corrections of the projections are trained, on frozen parameters held in `dtype` (and a
+        # reward model's head, whole).
         "lora_rank": 0,  # of the corrections; 0: all parameters are trained
         "lora_alpha": 16.0,  # a correction is A B x lora_alpha / lora_rank
         # all-linear, or some of q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj.

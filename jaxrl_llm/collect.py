@@ -207,9 +207,15 @@ def open_rewards(config: Config, inputs: Inputs) -> Inputs:
     `inputs.rewards.close()` ends.
 
     Raises:
-      UserError: a function cannot be sent to a worker.
+      UserError: there is no reward, or a function cannot be sent to a worker.
     """
     settings = config.reward
+    # No rule of the configuration, which does not say what it is for: training on pairs scores nothing.
+    if not settings.functions and not settings.model.path:
+        raise UserError(
+            "config.reward.functions = (): must be given: at least one reward, by name or as module:function (or a "
+            "reward model: config.reward.model.path)"
+        )
     options = {"num_workers": settings.num_workers, "timeout": settings.timeout, "memory_limit": settings.memory_limit}
     return dataclasses.replace(inputs, rewards=pooled(inputs.rewards, **options))
 

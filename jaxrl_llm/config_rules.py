@@ -221,11 +221,6 @@ def _names(config: Config) -> Iterator[Broken]:
 
 def _rewards(config: Config) -> Iterator[Broken]:
     functions, model = config.reward.functions, config.reward.model
-    if not functions and not model.path:
-        text = (
-            "must be given: at least one reward, by name or as module:function (or a reward model: reward.model.path)"
-        )
-        yield Broken(("reward.functions",), text)
     for name in functions:
         try:
             registry.resolve(name)

@@ -23,7 +23,6 @@ from jaxrl_llm.config import Config, from_config_dict
 from jaxrl_llm.errors import UserError, exit_code, leave
 from jaxrl_llm.loading import load_inputs, make_layout, make_models, policy_params, stop_rules
 from jaxrl_llm.models import hf
-from jaxrl_llm.models.families import transformer_config
 from jaxrl_llm.steps.rollout import append, decode, row_keys, start_decoding
 from jaxrl_llm.steps.sampling import Sampling
 from jaxrl_llm.tokenizer import load_tokenizer, response_text, unknown_in
@@ -102,7 +101,7 @@ def generate(
         if unknown := unknown_in(tokenizer, prompt):
             report(f"notice: the model's tokenizer has no token for {', '.join(map(repr, unknown))} in {prompt!r:.60}")
     width = max(map(len, ids))
-    positions = transformer_config(hf.read_config(hf.find_folder(config.model.path))).max_positions
+    positions = hf.read_shape(hf.find_folder(config.model.path)).max_positions
     if max_new_tokens is None:
         max_new_tokens = max(min(DEFAULT_NEW_TOKENS, positions - width), 1)
     elif width + max_new_tokens > positions:

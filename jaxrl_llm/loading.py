@@ -19,15 +19,15 @@ from jaxrl_llm.data import PromptData
 from jaxrl_llm.errors import UserError, naming
 from jaxrl_llm.models import classifier, hf
 from jaxrl_llm.models.declare import SCORE, VALUE_HEAD, init_declared
-from jaxrl_llm.models.families import transformer_config
 from jaxrl_llm.models.lora import join
 from jaxrl_llm.models.transformer import TransformerConfig, init_params, make_transformer
 from jaxrl_llm.rewards import RewardSet, make_rewards
+from jaxrl_llm.roles import check_same_computation, check_vocabulary
 from jaxrl_llm.sharding import Layout, abstract, make_mesh
 from jaxrl_llm.steps.phases import Program, make_program
 from jaxrl_llm.steps.rollout import StopRules
 from jaxrl_llm.steps.step import init_key
-from jaxrl_llm.steps.training import Training, declare_frozen, frozen, merged, overlay
+from jaxrl_llm.steps.training import Training, beneath, declare_frozen, frozen, merged, overlay
 from jaxrl_llm.tokenizer import load_tokenizer, stop_automaton, token_bytes
 from jaxrl_llm.types import Array, Model, Params, RunState, TrainState
 
@@ -90,7 +90,7 @@ def load_inputs(
             check=partial(check, key.removeprefix("data.")) if check else None,
             config_key=f"config.{key}",
         )
-        if not given.model.path:  # which scores them all
+        if given.functions and not given.model.path:  # which scores them all
             found.each(lambda record: rewards.check([record]))
         return found
 
@@ -131,7 +131,6 @@ def make_models(config: Config, inputs: Inputs, layout: Layout) -> tuple[Model, 
     Raises:
       UserError: a model is too small for the tokenizer's ids or for the lengths of prompts and responses.
     """
-    with_lora = config.model.lora_rank > 0  # what is never updated needs no more digits than it is computed with
 
     def model(folder: Path, value_head: bool) -> Model:
         shape = _shape(config, inputs, folder)
@@ -140,21 +139,14 @@ def make_models(config: Config, inputs: Inputs, layout: Layout) -> tuple[Model, 
                 f"{folder}: no language model, but a sequence classifier (a reward model is given as "
                 "config.reward.model.path)"
             )
-        scale = config.model.lora_alpha / config.model.lora_rank if with_lora else 1.0
-        shape = dataclasses.replace(shape, lora_scale=scale)
-        return make_transformer(
-            shape,
-            param_dtype=jnp.dtype(config.model.param_dtype if value_head or not with_lora else config.model.dtype),
-            compute_dtype=jnp.dtype(config.model.dtype),
-            remat=config.model.remat,
-            value_head=value_head,
-            constrain=layout.constrain,
-        )
+        return _transformer(config, shape, layout, value_head=value_head)
 
     for role, needed in (("critic", need_critic(config)), ("reference", need_reference(config))):
         if needed and (path := getattr(config, role).path):
             with naming(f"config.{role}.path"):
-                _check_vocabulary(hf.find_folder(path), inputs)
+                check_vocabulary(folder := hf.find_folder(path), inputs.folder, inputs.tokenizer)
+                if role == "reference":  # which is the actor's program with other parameters
+                    check_same_computation(folder, inputs.folder)
     critic = model(_folder(config.critic.path, inputs), True) if need_critic(config) else None
     return model(inputs.folder, False), critic
 
@@ -163,23 +155,32 @@ def make_reward_model(config: Config, inputs: Inputs, layout: Layout) -> Model:
     """The model of `model.path` with a reward model's head, to be trained, without parameters.
 
     Raises:
-      UserError: as `make_models`; or the folder is a sequence classifier with another number of labels than one, or
-        only a LoRA overlay would be trained.
+      UserError: as `make_models`; or the folder is a sequence classifier with another number of labels than one.
     """
-    if config.model.lora_rank:
-        raise UserError(
-            f"config.model.lora_rank = {config.model.lora_rank}: a reward model is trained whole; set it to 0"
-        )
     if hf.is_classifier(hf.read_config(inputs.folder)):
         with naming("config.model.path"):
             classifier.check_reward_model(inputs.folder)
+    model = _transformer(config, _shape(config, inputs, inputs.folder), layout, score_head=True)
+    declare, dtype = model.declare, jnp.dtype(config.model.param_dtype)
+
+    def with_trained_head() -> Params:
+        declared = declare()
+        return declared | {SCORE: dataclasses.replace(declared[SCORE], dtype=dtype)}
+
+    return dataclasses.replace(model, declare=with_trained_head)
+
+
+def _transformer(config: Config, shape: TransformerConfig, layout: Layout, **head: bool) -> Model:
+    m = config.model
+    # What is never updated, beneath LoRA, needs no more digits than it is computed with.
+    never_updated = m.lora_rank > 0 and not head.get("value_head")
     return make_transformer(
-        _shape(config, inputs, inputs.folder),
-        param_dtype=jnp.dtype(config.model.param_dtype),
-        compute_dtype=jnp.dtype(config.model.dtype),
-        remat=config.model.remat,
-        score_head=True,
+        dataclasses.replace(shape, lora_scale=m.lora_alpha / m.lora_rank if m.lora_rank else 1.0),
+        param_dtype=jnp.dtype(m.dtype if never_updated else m.param_dtype),
+        compute_dtype=jnp.dtype(m.dtype),
+        remat=m.remat,
         constrain=layout.constrain,
+        **head,
     )
 
 
@@ -188,8 +189,11 @@ def _shape(config: Config, inputs: Inputs, folder: Path) -> TransformerConfig:
     Raises:
       UserError: the model is too small for the tokenizer's ids or for the lengths of prompts and responses.
     """
-    shape = transformer_config(hf.read_config(folder))
-    if (largest := _largest_id(config, inputs)) >= shape.vocab_size:
+    shape = hf.read_shape(folder)
+    # Rows of the embedding past the tokenizer's vocabulary are padding: never sampled, never counted.
+    known_ids = max(inputs.tokenizer.get_vocab().values()) + 1
+    sampled = min(hf.read_shape(inputs.folder).vocab_size, known_ids) - 1  # the largest id that the actor may draw
+    if (largest := max(_largest_id(config, inputs), sampled if folder != inputs.folder else 0)) >= shape.vocab_size:
         raise UserError(f"{folder}: the embedding has {shape.vocab_size} rows, and token id {largest} is in use")
     length = config.rollout.prompt_length + config.rollout.response_length
     if length > shape.max_positions:
@@ -197,8 +201,6 @@ def _shape(config: Config, inputs: Inputs, folder: Path) -> TransformerConfig:
             f"config.rollout.prompt_length + config.rollout.response_length = {length}: {folder} has "
             f"{shape.max_positions} positions (max_position_embeddings)"
         )
-    # Rows of the embedding past the tokenizer's vocabulary are padding: never sampled, never counted.
-    known_ids = max(inputs.tokenizer.get_vocab().values()) + 1
     return dataclasses.replace(shape, real_vocab_size=min(shape.vocab_size, known_ids))
 
 
@@ -206,22 +208,6 @@ def _largest_id(config: Config, inputs: Inputs) -> int:
     """Of the prompts, the end tokens and the stop tokens."""
     prompts = (data.largest_id for data in (inputs.train, inputs.held_out) if data is not None)
     return max(*hf.read_eos_ids(inputs.folder), *config.rollout.stop_token_ids, *prompts, 0)
-
-
-def _check_vocabulary(folder: Path, inputs: Inputs) -> None:
-    """
-    Raises:
-      UserError: a folder's tokens are not the actor's, so that the ids of one would be nonsense to the other.
-    """
-    if not (folder / "tokenizer.json").is_file():
-        return  # nothing to compare; the size of the embedding is checked in any case
-    own, theirs = inputs.tokenizer.get_vocab(), load_tokenizer(folder).get_vocab()
-    if different := sorted((token for token in own if own[token] != theirs.get(token)), key=lambda token: own[token]):
-        first = different[0]
-        raise UserError(
-            f"{folder}: its tokenizer differs from the actor's ({inputs.folder}) in {len(different)} tokens; "
-            f"{first!r} is {own[first]} for the actor, here {theirs.get(first, 'not there')}"
-        )
 
 
 def _folder(path: str, inputs: Inputs) -> Path:
@@ -319,7 +305,7 @@ def policy_params(
         params, step = trained_params(config, model, layout, run, step)
         if config.model.lora_rank:
             base, _ = policy_params(config, model, layout, folder)
-            params = jax.jit(partial(merged, config))(join(params, base))
+            params = jax.jit(partial(merged, config))(join(params, beneath(base)))
         return params, step
     key = init_key(config.seed, 0)
     if config.model.fresh:
@@ -336,7 +322,7 @@ def ordinary_policy(program: Program, inputs: Inputs, state: RunState) -> Params
     base = state.base
     if config.model.quantize_base != "none":
         base, _ = policy_params(config, program.actor_model, program.layout, inputs.folder)
-    return jax.jit(partial(merged, config))(join(state.actor.params, base))
+    return jax.jit(partial(merged, config))(join(state.actor.params, beneath(base)))
 
 
 def trained_params(

@@ -64,7 +64,8 @@ class Pairs:
                 raise UserError(f"a pair's responses follow no common prompt: {given.texts[group]!r:.80}")
             prompts[group, -shared:], prompt_mask[group, -shared:] = rows[0][:shared], True
             for row, ids in enumerate(rows, start=2 * group):
-                kept = ids[shared:][:width]
+                # At least one id, which is where the two rows differ or one of them ends.
+                kept = self.exchanges.cut(ids, shared + width, least=shared + 1)[shared:]
                 responses[row, : len(kept)], mask[row, : len(kept)] = kept, True
                 reasons[row] = FINISH_LENGTH if len(kept) < len(ids) - shared else FINISH_STOP
         valid = np.repeat(np.asarray(given.prompts.prompt_valid), 2)
@@ -160,6 +161,7 @@ def make_pairs(config: Config, inputs: Inputs) -> Pairs:
     data, folder = config.data, inputs.folder
     exchanges = Exchanges(
         tokenizer=inputs.tokenizer,
+        vocab_size=hf.read_shape(folder).vocab_size,
         eos_id=hf.read_eos_ids(folder)[0],
         pad_id=classifier.new_pad_id(folder),
         chat_template=data.chat_template,

@@ -20,7 +20,6 @@ from jaxrl_llm.errors import UserError, naming
 from jaxrl_llm.exchanges import Exchanges
 from jaxrl_llm.loading import Inputs, load_model_params
 from jaxrl_llm.models import classifier, hf
-from jaxrl_llm.models.families import transformer_config
 from jaxrl_llm.models.transformer import make_transformer
 from jaxrl_llm.sharding import Layout, abstract_like
 from jaxrl_llm.sources import Record
@@ -48,7 +47,8 @@ class RewardScorer:
         self._config, self._layout = config, layout
         with naming("config.reward.model.path"):
             self._folder = hf.find_folder(settings.path)
-            shape = transformer_config(classifier.check_reward_model(self._folder))
+            classifier.check_reward_model(self._folder)
+            shape = hf.read_shape(self._folder)
         length = config.rollout.prompt_length + config.rollout.response_length + TEMPLATE_ROOM
         self.max_length = settings.max_length or min(length, shape.max_positions)
         if self.max_length > shape.max_positions:
@@ -58,6 +58,7 @@ class RewardScorer:
             )
         self._exchanges = Exchanges(
             tokenizer=load_tokenizer(self._folder),
+            vocab_size=shape.vocab_size,
             eos_id=hf.read_eos_ids(self._folder)[0],
             pad_id=classifier.pad_id(self._folder),
             chat_template=settings.chat_template,
@@ -113,13 +114,11 @@ class RewardScorer:
         for row, (record, response) in enumerate(zip(records, responses, strict=True)):
             try:
                 ids = self._exchanges.ids(record, response)
-                if max(ids) >= self._model.vocab_size:
-                    raise UserError(f"token id {max(ids)}: the embedding has {self._model.vocab_size} rows")
             except UserError as error:
                 found.append(error)
                 continue
             found.append({"truncated": len(ids) > self.max_length, "tokens": len(ids)})
-            kept = ids[: self.max_length]
+            kept = self._exchanges.cut(ids, self.max_length)
             tokens[row, : len(kept)], mask[row, : len(kept)] = kept, True
         parts = [slice(start, start + self._rows) for start in range(0, len(tokens), self._rows)]
         scores = [self._score(self._params, *self._layout.put_rows((tokens[at], mask[at]))) for at in parts]

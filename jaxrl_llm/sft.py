@@ -19,6 +19,7 @@ from jaxrl_llm.chat import check_characters, encode_response
 from jaxrl_llm.config import Config
 from jaxrl_llm.data import PromptBatch
 from jaxrl_llm.errors import UserError, leave, naming, of_kind
+from jaxrl_llm.exchanges import check_ids
 from jaxrl_llm.models import hf
 from jaxrl_llm.records import field
 from jaxrl_llm.steps.phases import Program
@@ -54,7 +55,10 @@ class SftRun(SupervisedRun):
         rows, width = len(given.records), self.config.rollout.response_length
         responses, mask = np.zeros((rows, width), np.int32), np.zeros((rows, width), np.bool_)
         for row, record in enumerate(given.records):
-            ids = encode_response(self._inputs.tokenizer, self._response(record), self._eos_id)[:width]
+            text = self._response(record)
+            ids = encode_response(self._inputs.tokenizer, text, self._eos_id)[:width]
+            with naming(f"data.response_key: {text!r:.40}"):
+                check_ids(ids, self._program.actor_model.vocab_size)
             responses[row, : len(ids)], mask[row, : len(ids)] = ids, True
         length = mask.sum(1, dtype=np.int32)
         ended = responses[np.arange(rows), np.maximum(length - 1, 0)] == self._eos_id

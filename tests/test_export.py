@@ -88,6 +88,24 @@ def test_the_tokenizer_is_the_same_and_named_as_older_programs_know_it(run: Any,
     assert after(text)["input_ids"] == before(text)["input_ids"]
 
 
+def test_a_config_names_no_code_and_says_each_layer_types_rope_under_its_old_name() -> None:
+    scaled = {"rope_type": "linear", "factor": 8.0, "rope_theta": 5e5}
+    given = {
+        **hf.read_config(FIXTURES / "gemma3"),
+        "rope_parameters": {"full_attention": scaled, "sliding_attention": {"rope_type": "default", "rope_theta": 3e3}},
+        "auto_map": {"AutoConfig": "configuration_gemma.Config"},
+    }
+    given = {
+        key: value for key, value in given.items() if key not in ("rope_theta", "rope_scaling", "rope_local_base_freq")
+    }
+    found = hf_export.portable_config(given)
+    assert "auto_map" not in found and transformer_config(found) == transformer_config(given)
+    # Read by transformers 4, which knows no rope_parameters.
+    old = {key: value for key, value in found.items() if key != "rope_parameters"}
+    assert transformer_config(old) == transformer_config(given)
+    assert (old["rope_theta"], old["rope_local_base_freq"]) == (5e5, 3e3)
+
+
 @pytest.mark.parametrize("case", ["llama3", "linear", "tied"])
 def test_a_config_says_the_same_under_old_names_and_new(tmp_path: Path, case: str) -> None:
     source = tmp_path / "source"

@@ -6,10 +6,12 @@ import dataclasses
 import math
 from typing import Any
 
+import numpy as np
 import pytest
 
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.models.families import FAMILIES, transformer_config
+from jaxrl_llm.models.rope import rope_frequencies
 from jaxrl_llm.models.transformer import RopeConfig, make_transformer
 from jaxrl_llm.types import Param
 
@@ -153,6 +155,63 @@ def test_what_is_not_supported_says_what_is(changes: dict[str, Any], words: list
         config_of(**changes)
     for word in words:
         assert word in str(error.value)
+
+
+STRANGE: tuple[Any, ...] = (
+    *(None, 0, -1, 3, 1.5, 2**31, 10**30, math.nan, math.inf, True, "", "x", [], [1], ["x"], [None] * 2, {}, {"a": 1}),
+    *({"rope_type": ["linear"]}, {"rope_type": None, "factor": 2}, {"full_attention": 5}, {"full_attention": [1]}),
+    {"rope_type": "longrope", "short_factor": [True] * 4},
+    {"rope_type": "longrope", "short_factor": [1.0] * 4, "attention_factor": "x"},
+    {"rope_type": "longrope", "short_factor": [1.0] * 4, "factor": [4]},
+    {"rope_type": "longrope", "short_factor": [math.inf] * 4},
+    {"rope_type": "llama3", **LLAMA3_SCALING, "factor": math.inf},
+    {"rope_type": "llama3", **LLAMA3_SCALING, "high_freq_factor": 1.0},
+    YARN | {"rope_theta": 1},
+    YARN | {"factor": math.nan},
+)
+KEYS = (
+    *LLAMA,
+    *("num_key_value_heads", "head_dim", "max_position_embeddings", "rms_norm_eps", "hidden_act", "hidden_activation"),
+    *("rope_theta", "rope_scaling", "rope_parameters", "rope_local_base_freq", "partial_rotary_factor", "layer_types"),
+    *("sliding_window", "use_sliding_window", "max_window_layers", "sliding_window_pattern", "no_rope_layers"),
+    *("no_rope_layer_interval", "attention_bias", "mlp_bias", "tie_word_embeddings", "quantization_config"),
+    *("query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention"),
+    *("num_experts", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob", "mlp_only_layers"),
+    *("decoder_sparse_step", "original_max_position_embeddings", "architectures", "id2label", "num_labels"),
+)
+
+
+@pytest.mark.parametrize("kind", sorted(FAMILIES))
+def test_whatever_stands_at_a_key_makes_a_model_or_is_refused_by_name(kind: str) -> None:
+    """And no model whose frequencies are no numbers."""
+    whole = {**LLAMA, "num_key_value_heads": 4, "head_dim": 8, "max_position_embeddings": 64, "num_experts": 8}
+    made = 0
+    for key in KEYS:
+        for value in STRANGE:
+            if key == "num_hidden_layers" and value == 3:
+                continue
+            try:
+                config = transformer_config({**whole, "model_type": kind, key: value})
+            except UserError as error:
+                assert str(error).startswith("config.json: "), (key, value)
+                continue
+            make_transformer(config).declare()
+            for rope in filter(None, config.ropes):
+                assert np.isfinite(rope_frequencies(rope, config.head_dim)).all(), (key, value)
+                assert math.isfinite(rope.attention_factor)
+            made += 1
+    assert made > 100
+
+
+def test_layer_types_that_say_what_holds_anyway() -> None:
+    full, sliding = ["full_attention"] * 2, ["sliding_attention"] * 2
+    for kind, rest in (("mistral", {}), ("qwen3_moe", {"use_sliding_window": True, "num_experts": 8})):
+        plain = {**LLAMA, "model_type": kind, "num_key_value_heads": 4, "head_dim": 8, **rest}
+        for window, types in ((None, full), (3, sliding)):
+            given = {**plain, "sliding_window": window}
+            assert transformer_config({**given, "layer_types": types}) == transformer_config(given)
+        with pytest.raises(UserError, match="all of whose layers are sliding_attention by its sliding_window"):
+            transformer_config({**plain, "sliding_window": 3, "layer_types": full})
 
 
 def test_mistral_without_a_window_is_a_llama() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import shutil
+import struct
 import sys
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,7 @@ from jaxrl_llm.errors import UserError
 from jaxrl_llm.export import export
 from jaxrl_llm.models import gguf, hf
 from jaxrl_llm.models.families import transformer_config
+from jaxrl_llm.models.gguf_fields import Fields
 from jaxrl_llm.models.transformer import RopeConfig, make_transformer
 from jaxrl_llm.tokenizer import load_tokenizer
 from tests import gguf_files, tiny_folder
@@ -193,10 +196,14 @@ def drop(name: str) -> Any:
             lambda f, t: t.update({"blk.0.ffn_up.weight": np.ones((32, 48), np.float32)}),
             "tensor 'blk.0.ffn_up.weight': the metadata ask for shape (48, 32), found (32, 48)",
         ),
-        (drop("llama.block_count"), "llama.block_count: expected one number, found 'nothing'"),
+        (drop("llama.block_count"), "llama.block_count is missing: expected one whole number above 0"),
+        (
+            lambda f, t: f.update({"llama.block_count": 2**31 - 1}),
+            "llama.block_count = 2147483647, but the file has 20 ",
+        ),
         (
             lambda f, t: f.update({"llama.attention.head_count_kv": [2, 1]}),
-            "llama.attention.head_count_kv: expected one number, found [2, 1]",
+            "llama.attention.head_count_kv: expected one whole number above 0, found [2, 1]",
         ),
         (lambda f, t: f.update({"llama.expert_count": 4}), "mixtures of experts are not supported"),
         (
@@ -210,6 +217,18 @@ def drop(name: str) -> Any:
         (lambda f, t: f.update({"tokenizer.ggml.model": "bert"}), "tokenizer.ggml.model 'bert' is not supported"),
         (lambda f, t: f.update({"tokenizer.ggml.pre": "smolm"}), "did you mean 'smollm'?"),
         (lambda f, t: f["tokenizer.ggml.tokens"].__setitem__(9, "a"), "'a' stands there twice"),
+        (lambda f, t: f["tokenizer.ggml.token_type"].pop(), "token_type: expected one for each of 47 tokens, found 46"),
+        (
+            lambda f, t: f.update({"tokenizer.ggml.merges": ["a b", "abc"]}),
+            "tokenizer.ggml.merges: expected two tokens and a space, found 'abc'",
+        ),
+        (lambda f, t: f.update({"tokenizer.ggml.merges": ["a zz"]}), "Token `zz` out of vocabulary"),
+        (lambda f, t: f.update({"tokenizer.ggml.eot_token_id": 47}), "eot_token_id = 47: there are 47 tokens"),
+        (drop("tokenizer.ggml.eos_token_id"), "tokenizer.ggml.eos_token_id is missing: nothing would end a response"),
+        (
+            lambda f, t: f.update({"tokenizer.ggml.model": "llama", "tokenizer.ggml.scores": [0.5]}),
+            "tokenizer.ggml.scores: expected one for each of 47 tokens, found 1",
+        ),
         (
             lambda f, t: t.update({"blk.0.ffn_up.weight": np.ones((48, 32), np.int32)}),
             "tensor 'blk.0.ffn_up.weight': type I32 cannot be read",
@@ -218,13 +237,41 @@ def drop(name: str) -> Any:
 )
 def test_what_is_wrong_is_refused_by_name(tmp_path: Path, change: Any, message: str) -> None:
     def on_a_copy(fields: dict[str, Any], tensors: Any) -> None:
-        fields["tokenizer.ggml.tokens"] = list(fields["tokenizer.ggml.tokens"])
+        for key in ("tokenizer.ggml.tokens", "tokenizer.ggml.token_type"):
+            fields[key] = list(fields[key])
         change(fields, tensors)
 
     path = gguf_files.write(tmp_path / "bad.gguf", FIXTURES / "tied", on_a_copy)
     with pytest.raises(UserError) as error:
         params_of(hf.find_folder(path))
     assert str(error.value).startswith(f"{path}: ") and message in str(error.value), error.value
+
+
+@pytest.fixture(scope="module")
+def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return gguf_files.write(tmp_path_factory.mktemp("gguf") / "sound.gguf", FIXTURES / "tied")
+
+
+@pytest.mark.parametrize("found", [0, -1, 47, 1.5, float("nan"), "x", True, [1, 2], ["a"]])
+def test_whatever_stands_under_a_key_is_read_or_refused_by_name(
+    tmp_path: Path, sound: Path, monkeypatch: pytest.MonkeyPatch, found: Any
+) -> None:
+    """Under any key there may be a value of any type and size."""
+
+    def damaged(path: Path, values: Any) -> Any:
+        return Fields(path, {**values, key: found})
+
+    monkeypatch.setattr(gguf, "Fields", damaged)
+    monkeypatch.setattr(gguf, "write_tensors", lambda *given: None)
+    original = gguf_files.metadata(hf.read_config(FIXTURES / "tied"))
+    folder = tmp_path / "folder"
+    for key in (*original, "split.count", "llama.rope.scaling.type", "tokenizer.ggml.add_space_prefix"):
+        folder.mkdir()
+        try:
+            gguf.write_folder(sound, folder)
+        except UserError as error:
+            assert str(error).startswith(f"{sound}: "), (key, error)
+        shutil.rmtree(folder)
 
 
 def test_another_architecture(tmp_path: Path) -> None:
@@ -239,12 +286,50 @@ def test_a_file_that_is_cut_short(tmp_path: Path) -> None:
     path.write_bytes(whole[:-40_000])
     with pytest.raises(UserError, match=r"tiny.gguf: cut short: tensor 'blk.\d.\w+.weight' ends at byte \d+, the file"):
         hf.find_folder(path)
-    for damaged in (whole[:300], whole[:2], b"", b"GGML" + whole[4:]):  # in the header; not GGUF at all
+    for damaged, why in {
+        whole[:300]: "cut short: its header goes on to byte 3",
+        whole[:2]: "cut short: its header goes on to byte 4, the file has 2",
+        b"": "not a whole GGUF file",
+        b"GGML" + whole[4:]: "not a whole GGUF file",
+    }.items():
         path.write_bytes(damaged)
-        with pytest.raises(UserError, match=r"tiny.gguf: not a whole GGUF file"):
+        with pytest.raises(UserError, match=f"tiny.gguf: {why}"):
             hf.find_folder(path)
     path.write_bytes(whole)  # read again, and not from what was remembered of it
     assert settings(hf.find_folder(path)) == settings(FIXTURES / "tied")
+
+
+def header(*parts: Any, tensors: int = 0, keys: int = 1) -> bytes:
+    """Texts as GGUF has them, whole numbers as (format, number)."""
+    found = b"GGUF" + struct.pack("<IQQ", 3, tensors, keys)
+    for part in parts:
+        found += struct.pack("<Q", len(part)) + part.encode() if isinstance(part, str) else struct.pack(*part)
+    return found + bytes(64)
+
+
+ARRAY, BYTE = ("<I", 9), ("<I", 0)
+
+
+@pytest.mark.parametrize(
+    ("content", "why"),
+    [
+        (header(keys=2**63), "Duplicate"),
+        (header(tensors=2**63, keys=0), "cut short: its header goes on to byte"),
+        (header(("<Q", 2**62)), "cut short: its header goes on to byte"),  # a key of so many letters
+        (header("a", ARRAY, BYTE, ("<Q", 2**62)), "cut short: its header goes on to byte"),
+        (header("a", ARRAY, *[("<IQ", 9, 1)] * 5000), "not a whole GGUF file"),  # arrays of arrays of arrays
+        (header("a", ("<I", 99)), "99 is not a valid|99\\) is not a valid"),
+        (header("general.alignment", ("<II", 4, 0)), "alignment"),
+        (header("x", ("<I", 4), *[("<Q", 2**63)] * 4, ("<IQ", 0, 0), tensors=1, keys=0), "cut short: tensor 'x' ends"),
+        (header("x", ("<IQ", 1, 8), ("<IQ", 77, 0), tensors=1, keys=0), "77"),
+    ],
+)
+def test_headers_that_no_program_writes(tmp_path: Path, content: bytes, why: str) -> None:
+    """Counts, lengths and types are the file's word: none of them may lead past its end, or on for ever."""
+    path = tmp_path / "bad.gguf"
+    path.write_bytes(content)
+    with pytest.raises(UserError, match=f"bad.gguf: .*({why})"):
+        hf.find_folder(path)
 
 
 def test_no_such_file_and_no_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -69,7 +69,8 @@ ALLOWED: dict[str, set[str]] = {
     "samples": BASE | {"data", "rewards", "tokenizer", "types"},
     "models": BASE | {"types"},
     "steps": CONFIG | {"types", "models", "metrics", "sharding"},
-    "loading": HOST | {"models", "steps"},
+    "roles": BASE | {"models", "tokenizer"},
+    "loading": HOST | {"models", "roles", "steps"},
     "compiled": HOST | {"models", "steps"},
     "samplers": HOST | {"models", "steps", "compiled", "loading"},
     "collect": HOST | {"steps", "compiled", "curriculum", "environments", "loading", "samplers", "timers"},
@@ -85,7 +86,7 @@ ALLOWED: dict[str, set[str]] = {
     | {"reward_model", "reward_scorer"},
     "fetch": BASE | {"models"},
     "supervised": HOST | {"command_line", "compiled", "evaluation", "loading", "models", "steps", "timers", "trainer"},
-    "sft": HOST | {"command_line", "models", "steps", "supervised"},
+    "sft": HOST | {"command_line", "exchanges", "models", "steps", "supervised"},
     "reward_model": HOST
     | {"command_line", "models", "steps", "compiled", "evaluation", "exchanges", "loading", "supervised"},
     "export": {"command_line", "errors", "loading", "models"},

@@ -70,6 +70,25 @@ def test_a_role_whose_tokens_are_others(folder: Path, role: dict[str, Any]) -> N
     assert f"differs from the actor's ({tiny_folder.folder()}) in 2 tokens; 'a' is {a} for the actor, here {b}" in text
 
 
+def test_a_reference_that_computes_otherwise(folder: Path) -> None:
+    """With tensors of the same shapes, which the actor's program would read without a word."""
+    role = {"reference__path": str(folder), "actor__use_kl_loss": True}
+    edit(folder / "config.json", lambda content: content.update(max_position_embeddings=512))
+    config = tiny_folder.config(**role)
+    build_program(config, load_inputs(config), make_layout(config), total_steps=1)  # which changes nothing
+    edit(folder / "config.json", lambda content: content.update(rope_theta=500.0))
+    text = refusal(**role)
+    assert text.startswith(f"config.reference.path: {folder}: config.json describes another model than the actor's")
+    assert "rope is RopeConfig(theta=500.0" in text and "the actor's RopeConfig(theta=10000.0" in text
+
+
+def test_a_critic_that_lacks_rows_for_what_the_actor_may_draw(folder: Path) -> None:
+    """Prompts hold none of these ids; a sampled one would be read as the last row there is."""
+    edit(folder / "config.json", lambda content: content.update(vocab_size=46))
+    text = refusal(critic__path=str(folder), algorithm__estimator="gae")
+    assert f"{folder}: the embedding has 46 rows, and token id 46 is in use" in text
+
+
 def test_a_critic_of_fewer_positions(folder: Path) -> None:
     edit(folder / "config.json", lambda content: content.update(max_position_embeddings=32))
     assert "32 positions" in refusal(critic__path=str(folder), algorithm__estimator="gae")

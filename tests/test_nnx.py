@@ -160,5 +160,25 @@ def test_what_is_refused() -> None:
     params, ids = params_of(fresh()), jnp.ones((2, 3), jnp.int32)
     with pytest.raises(ValueError, match=r"expected hidden \[2, 3, D\], found \(2, 3\)"):
         flat.forward(params, ids, ids, ids)
+    both: Any = lambda module, tokens, positions, mask: (tokens, None)  # noqa: E731
+    twice = from_nnx(Recurrent, vocab_size=8, forward=both)
+    with pytest.raises(ValueError, match=r"expected hidden \[2, 3, D\], found tuple"):
+        twice.forward(params, ids, ids, ids)
+    for made, name, words in (
+        (from_nnx(Recurrent, vocab_size=8, heads={"logits": lambda m, h: m.head(h)}), "logits", "2, 8), found (2, 64)"),
+        (from_nnx(Recurrent, vocab_size=8, heads={"value": lambda m, h: m.worth(h)}), "value", "(2,), found (2, 1)"),
+    ):
+        with pytest.raises(ValueError, match=re.escape(f"heads['{name}'] of hidden (2, 16): expected ")) as caught:
+            made.heads[name](params, jnp.ones((2, 16)))
+        assert words in str(caught.value)
+    without = {name: x for name, x in params.items() if name != "worth"}
+    wide = {**params, "embed": {"embedding": jnp.ones((tiny.VOCAB, 17))}}
+    for given, words in (
+        (without, "['worth']['bias']: the module has (1,), given is none (2 differ)"),
+        (wide, "['embed']['embedding']: the module has (64, 16), given is (64, 17)"),
+        ({**params, "more": jnp.ones(3)}, "['more']: the module has no such one, given is (3,)"),
+    ):
+        with pytest.raises(ValueError, match=re.escape(words)):
+            recurrent().forward(given, ids, ids, ids)
     with pytest.raises(NotImplementedError, match="packed of several segments"):
         flat.forward(params, ids, ids, ids, prefix_ids=ids)

@@ -18,6 +18,7 @@ from jax import jit
 from jaxrl_llm import evaluate
 from jaxrl_llm.config import to_json
 from jaxrl_llm.errors import UserError
+from jaxrl_llm.exchanges import Exchanges
 from jaxrl_llm.loading import load_inputs, load_model_params, make_layout
 from jaxrl_llm.models import classifier, hf
 from jaxrl_llm.models.families import transformer_config
@@ -226,6 +227,27 @@ def test_what_is_cut_is_counted_and_what_cannot_be_scored_fails_alone() -> None:
     assert (long["truncated"], long["tokens"], short["truncated"]) == (True, len(whole), False)
     np.testing.assert_allclose(long["score"], expected_score(folder, whole[:-4]), rtol=1e-4, atol=1e-5)
     assert isinstance(odd, UserError) and "has role 'robot'" in str(odd)
+
+
+def test_what_is_cut_behind_padding_is_read_before_it(folder: Path) -> None:
+    """As transformers reads the same tokens: padding within the text is the last of them once the rest is cut off."""
+    edit(folder / "config.json", pad_token_id=tiny_folder.EOS)
+    prompt = ids_of(RENDERED.split("<|im_start|>assistant")[0])
+    assert prompt[-2] == tiny_folder.EOS
+    (found,) = scorer_of(folder, reward__model__max_length=len(prompt) - 1)([""], ["7"], [RECORD])
+    np.testing.assert_allclose(found["score"], expected_score(folder, prompt[:-2]), rtol=1e-4, atol=1e-5)
+
+
+def test_nothing_to_score_and_tokens_without_a_row_fail_alone(folder: Path) -> None:
+    tokenizer = tiny_folder.tokenizer()
+    options: dict[str, Any] = {"eos_id": 0, "pad_id": None, "template_kwargs": {}, "system_prompt": None}
+    options |= {"prompt_key": "prompt", "prompt_template": ""}
+    tokenizer.chat_template = "{{ '' }}"
+    with pytest.raises(UserError, match="no tokens: there is nothing to score"):
+        Exchanges(tokenizer, 48, chat_template=True, **options).ids(RECORD, "7")
+    seven = tiny_folder.VOCABULARY["7"]
+    with pytest.raises(UserError, match=r"token id \d+: the embedding has \d+ rows"):
+        Exchanges(tokenizer, seven, chat_template=False, **options).ids({"prompt": "1"}, "7")
 
 
 # As a reward

@@ -9,9 +9,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 from jax import jit
+from safetensors.numpy import load_file
 
 from jaxrl_llm import evaluate, export, generate, reward_model
 from jaxrl_llm.algorithms.losses import bradley_terry
@@ -20,9 +22,11 @@ from jaxrl_llm.errors import UserError
 from jaxrl_llm.loading import load_inputs, load_model_params, make_layout
 from jaxrl_llm.models import classifier, hf
 from jaxrl_llm.models.families import transformer_config
+from jaxrl_llm.models.tensor_files import TensorFolder
 from jaxrl_llm.models.transformer import make_transformer
 from jaxrl_llm.reward_model import make_pairs, train_reward_model
 from jaxrl_llm.reward_scorer import make_scorer
+from jaxrl_llm.sft import sft
 from jaxrl_llm.sharding import Layout
 from jaxrl_llm.steps.scoring import score_sequences
 from jaxrl_llm.steps.step import init_key
@@ -248,6 +252,67 @@ def test_from_a_run_to_a_reward(tmp_path: Path, capsys: pytest.CaptureFixture[st
         fit(tiny_folder.config(**QUIET, model__path=str(out)))
 
 
+LORA: dict[str, Any] = {
+    **TRAINED,
+    **QUIET,
+    "reward__functions": (),  # nothing is scored, so nothing need be named
+    "model__lora_rank": 2,
+    "model__target_modules": ("q_proj", "down_proj"),
+    "model__dtype": "bfloat16",
+    "trainer__steps": 3,
+}
+
+
+@pytest.mark.parametrize("start", ["language model", "reward model"])
+def test_lora_trains_the_overlay_and_the_whole_head(tmp_path: Path, start: str) -> None:
+    """On frozen parameters in the dtype of the computation; resumed bit for bit; exported merged and as an adapter."""
+    folder = tiny_folder.folder() if start == "language model" else tiny_folder.reward_folder()
+    overrides = {**LORA, "model__path": str(folder), "trainer__save_interval": 2}
+    with train_reward_model(tiny_folder.config(**overrides), tmp_path / "run") as run:
+        first = on_host(run)
+        assert first.base is not None and set(first.base) == {"embed", "layers", "final_norm"}
+        assert {x.dtype.name for x in jax.tree.leaves(first.base)} == {"bfloat16"}
+        list(run)
+        last = on_host(run)
+    assert set(last.actor.params) == {"layers", "score"} and set(last.actor.params["layers"]) == {"q", "down"}
+    assert {x.dtype.name for x in jax.tree.leaves(last.actor.params)} == {"float32"}
+    jax.tree.map(np.testing.assert_array_equal, last.base, first.base)
+    for a, b in zip(jax.tree.leaves(first.actor.params), jax.tree.leaves(last.actor.params), strict=True):
+        assert (a != b).mean() > 0.9
+    if start == "reward model":  # whose head is where training starts from, in all its digits
+        model = make_transformer(transformer_config(hf.read_config(folder)), score_head=True)
+        np.testing.assert_array_equal(first.actor.params["score"], hf.load_params(folder, model.declare())["score"])
+    else:
+        with train_reward_model(tiny_folder.config(**{**overrides, "trainer__steps": 2}), tmp_path / "other") as run:
+            list(run)
+        with train_reward_model(tiny_folder.config(**overrides), tmp_path / "other") as run:
+            assert run.step == 2
+            list(run)
+            jax.tree.map(np.testing.assert_array_equal, on_host(run), last)
+
+    assert export.export(tmp_path / "run", tmp_path / "merged") == 3
+    assert export.export(tmp_path / "run", tmp_path / "adapter", adapter=True) == 3
+    settings = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    assert (settings["task_type"], settings["modules_to_save"]) == ("SEQ_CLS", ["score"])
+    assert settings["base_model_name_or_path"] == str(folder) and settings["target_modules"] == ["down_proj", "q_proj"]
+    adapter = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    merged, base = (TensorFolder(path) for path in (tmp_path / "merged", folder))
+    classifier.check_reward_model(tmp_path / "merged")
+    score = adapter.pop("base_model.model.score.weight")
+    np.testing.assert_array_equal(score, last.actor.params["score"])
+    np.testing.assert_array_equal(merged.read("score.weight"), score)
+    assert len(adapter) == 2 * 2 * tiny_folder.LLAMA["num_hidden_layers"]
+    for name in merged.names - {"score.weight"}:
+        expected = base.read(name).astype(ml_dtypes.bfloat16)
+        module = f"base_model.model.{name.removesuffix('.weight')}"
+        if f"{module}.lora_A.weight" in adapter:
+            a, b = (adapter[f"{module}.{part}.weight"] for part in ("lora_A", "lora_B"))
+            whole = expected.astype(np.float32) + 8.0 * (b @ a)
+            np.testing.assert_allclose(merged.read(name).astype(np.float32), whole, rtol=2**-8, atol=1e-6)
+        else:
+            np.testing.assert_array_equal(merged.read(name), expected)
+
+
 def test_a_head_comes_from_the_seed_and_the_trunk_from_the_folder() -> None:
     model = make_transformer(transformer_config(tiny_folder.LLAMA), score_head=True)
 
@@ -265,7 +330,7 @@ def test_a_head_comes_from_the_seed_and_the_trunk_from_the_folder() -> None:
 @pytest.mark.parametrize(
     ("overrides", "text"),
     [
-        ({"model__lora_rank": 2}, "config.model.lora_rank = 2: a reward model is trained whole"),
+        ({"model__lora_rank": 2, "model__target_modules": ("q_proj", "q_prj")}, "config.model.target_modules"),
         ({"actor__micro_batch_size": 1}, "each of 1 shard(s) takes whole pairs"),
         ({"data__chosen_key": "good"}, "data.chosen_key: no field 'good' in the record"),
     ],
@@ -275,6 +340,13 @@ def test_what_is_refused(overrides: dict[str, Any], text: str, tmp_path: Path) -
     with pytest.raises(UserError) as caught:
         train_reward_model(tiny_folder.config(**{**TRAINED, **QUIET, **overrides}), tmp_path / "run")
     assert text in str(caught.value) and not (tmp_path / "run").exists()
+
+
+def test_a_run_that_scores_needs_a_reward() -> None:
+    """Which a configuration does not say: with this one pairs are trained on."""
+    for start in (fit, sft):
+        with pytest.raises(UserError, match=r"config.reward.functions = \(\): must be given: at least one reward"):
+            start(tiny_folder.config(reward__functions=(), data__response_key="answer"))
 
 
 def test_a_classifier_of_several_labels_is_no_start(tmp_path: Path) -> None:

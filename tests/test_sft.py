@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import filecmp
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -107,6 +108,23 @@ def test_a_record_without_a_response_is_named(capsys: pytest.CaptureFixture[str]
         sft(tiny_folder.config(**{**SFT, **QUIET, "data__response_key": "solution"}))
     assert main(["--config", "nowhere.py"]) == 2
     assert "no such file" in capsys.readouterr().err
+
+
+def test_a_response_whose_tokens_the_embedding_lacks_is_named(tmp_path: Path) -> None:
+    """No prompt holds such a token, and on a device it would be read as the last one there is, or as NaN."""
+    for path in tiny_folder.folder().iterdir():
+        (tmp_path / path.name).symlink_to(path)
+    (tmp_path / "config.json").unlink()
+    rows = tiny_folder.VOCABULARY["z"]  # of an embedding that ends before the last letter
+    (tmp_path / "config.json").write_text(json.dumps({**tiny_folder.LLAMA, "vocab_size": rows}))
+    data = {"data__train": "tests.test_sft:fizz", "data__response_key": "reply"}
+    config = tiny_folder.config(**QUIET, **data, model__path=str(tmp_path), model__fresh=True)
+    with pytest.raises(UserError, match=rf"data.response_key: 'fizz': token id {rows}: the embedding has {rows} rows"):
+        sft(config)
+
+
+def fizz() -> list[dict[str, str]]:
+    return [{"prompt": "3+3", "reply": "fizz"}] * 4
 
 
 def test_exporting_what_is_not_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -73,6 +73,7 @@ def shards(folder: Path, *contents: dict[str, np.ndarray], index: dict[str, str]
 
 
 ONE = np.ones((2, 3), np.float32)
+DEEP = (200_000).to_bytes(8, "little") + b"[" * 200_000  # a header that is deeper than any reader goes
 
 
 def refused(folder: Path, *words: str) -> None:
@@ -105,10 +106,38 @@ def test_a_tensor_that_the_index_does_not_name(tmp_path: Path) -> None:
     refused(shards(tmp_path, {"a": ONE, "b": ONE}, index={"a": "model-0.safetensors"}), "'b'", "model-0.safetensors")
 
 
-@pytest.mark.parametrize("content", ["{}", "[]", "{", '{"weight_map": {}}'])
+@pytest.mark.parametrize("file", [None, 1, [], {}, "", ".", "..", "../model-0.safetensors", "/", "config.json", "a/b"])
+def test_an_index_that_leads_out_of_the_folder_or_nowhere(tmp_path: Path, file: Any) -> None:
+    (tmp_path / "model").mkdir()
+    save_file({"a": ONE}, tmp_path / "model-0.safetensors")
+    index = {"b": "model-0.safetensors", "a": file}
+    folder = shards(tmp_path / "model", {"b": ONE}, index=index)
+    refused(folder, INDEX, "weight_map of 'a': expected the name of a .safetensors file in the folder", repr(file))
+    shards(folder, {"b": ONE}, index={"b": "model-0.safetensors", "a": str(tmp_path / "model-0.safetensors")})
+    refused(folder, "weight_map of 'a'", str(tmp_path / "model-0.safetensors"))
+    shards(folder, {"b": ONE}, index={"b": "x" * 300 + ".safetensors"})
+    refused(folder, "cannot be read")
+
+
+def test_one_file_and_an_index_of_others(tmp_path: Path) -> None:
+    """transformers would read the one, others the many: which of them is the model?"""
+    folder = shards(tmp_path, {"a": ONE}, {"b": ONE})
+    save_file({"a": ONE, "b": ONE}, folder / WEIGHTS)
+    refused(folder, str(folder), f"holds both {WEIGHTS} and {INDEX}")
+    (folder / INDEX).write_text(json.dumps({"weight_map": {"a": WEIGHTS, "b": WEIGHTS}}))
+    assert TensorFolder(folder).names == {"a", "b"}
+
+
+@pytest.mark.parametrize("content", ["{}", "[]", "{", '{"weight_map": {}}', "[" * 100_000])
 def test_an_index_without_a_map(tmp_path: Path, content: str) -> None:
     (tmp_path / INDEX).write_text(content)
     refused(tmp_path, INDEX)
+
+
+def test_json_that_cannot_be_read(tmp_path: Path) -> None:
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(UserError, match="folder: cannot be read"):
+        read_json(tmp_path / "folder")
 
 
 def test_a_file_cut_short_names_the_first_tensor_it_lacks(tmp_path: Path) -> None:
@@ -117,7 +146,7 @@ def test_a_file_cut_short_names_the_first_tensor_it_lacks(tmp_path: Path) -> Non
     refused(tmp_path, WEIGHTS, "cut short", "'b'")
 
 
-@pytest.mark.parametrize("content", [b"", b"\x00", b"not a safetensors file at all", b"\xff" * 64])
+@pytest.mark.parametrize("content", [b"", b"\x00", b"not a safetensors file at all", b"\xff" * 64, DEEP])
 def test_a_file_that_is_something_else(tmp_path: Path, content: bytes) -> None:
     (tmp_path / WEIGHTS).write_bytes(content)
     refused(tmp_path, WEIGHTS, "not a sound safetensors file")

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from jaxrl_llm.errors import UserError
+from jaxrl_llm.errors import UserError, naming
 from jaxrl_llm.models import hf
 from jaxrl_llm.models.families import find_family
 from jaxrl_llm.models.hf_config import HFConfig
@@ -25,7 +25,8 @@ def check_reward_model(folder: Path) -> HFConfig:
       UserError: it is a language model's, has another number of labels than one, or a family that is not supported.
     """
     config = hf.read_config(folder)
-    find_family(config)
+    with naming(str(folder)):
+        find_family(config)
     if not hf.is_classifier(config):
         raise UserError(
             f"{folder}: not a reward model: config.json: architectures: expected one …{hf.CLASSIFIER}, found "

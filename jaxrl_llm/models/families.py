@@ -19,6 +19,7 @@ from jaxrl_llm.models.hf_config import (
     count,
     flag,
     number,
+    one_of,
     optional_number,
     read_local_and_global_rope,
     read_phi3_rope,
@@ -300,9 +301,7 @@ def find_family(hf: HFConfig) -> Family:
       UserError: its `model_type` is not supported; names those that are.
     """
     kind = hf.get("model_type")
-    if kind not in FAMILIES:
-        raise UserError(f"config.json: model_type {kind!r} is not supported; valid: {', '.join(sorted(FAMILIES))}")
-    return FAMILIES[kind]
+    return FAMILIES[one_of(kind, sorted(FAMILIES), "model_type")]
 
 
 def transformer_config(hf: HFConfig) -> TransformerConfig:

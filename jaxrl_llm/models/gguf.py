@@ -19,8 +19,9 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from jaxrl_llm.errors import UserError, nearest
+from jaxrl_llm.errors import UserError, naming, nearest
 from jaxrl_llm.models import hf
+from jaxrl_llm.models.gguf_fields import Fields
 from jaxrl_llm.models.gguf_tokenizer import write_tokenizer
 from jaxrl_llm.models.tensor_files import TensorFolder, write_json, write_tensors
 
@@ -64,6 +65,7 @@ KNOWN = (
     "rope.scaling.finetuned",
     "tensor_data_layout",
 )
+EXPERTS = ("expert_count", "expert_used_count")
 ROPE_FACTORS = "rope_freqs.weight"
 # llama.cpp keeps Llama 3's scaling of rotary frequencies as one factor per frequency. These are the settings that all
 # of Meta's models have; the factor is read off the tensor, which must then be reproduced.
@@ -84,7 +86,9 @@ class GGUFTensors(TensorFolder):
         """
         self.folder = path  # what messages name
         stored = {tensor.name: tensor for tensor in tensors if tensor.name != ROPE_FACTORS}
-        expected = {_gguf_name(name): (name, shape) for name, shape in hf.tensor_shapes(config).items()}
+        with naming(str(path)):
+            shapes = hf.tensor_shapes(config)
+        expected = {_gguf_name(name): (name, shape) for name, shape in shapes.items()}
         if unknown := sorted(set(stored) - set(expected)):
             raise UserError(f"{path}: tensors that the metadata do not ask for: {', '.join(map(repr, unknown[:3]))}")
         if missing := sorted(set(expected) - set(stored)):
@@ -188,24 +192,32 @@ def join_rotary_halves(weight: np.ndarray, heads: int) -> np.ndarray:
 
 def _describe(path: Path, folder: Path, dtype: str = "float32") -> GGUFTensors:
     """Writes the small files of the folder; the tensors."""
-    reader = _open(path)
-    fields = {key: field.contents() for key, field in reader.fields.items()}
+    reader, fields = _open(path)
     config = _config(path, fields, {tensor.name: tensor for tensor in reader.tensors}, dtype)
     tensors = GGUFTensors(path, reader.tensors, config)
     write_json(folder / hf.CONFIG, config)
-    ends = [fields.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
+    ends = [_token_id(fields, name) for name in ("eos", "eot", "eom")]
     special = {"bos_token_id": config["bos_token_id"], "pad_token_id": config["pad_token_id"]}
-    ids = list(dict.fromkeys(i for i in ends if i is not None))
+    if not (ids := list(dict.fromkeys(i for i in ends if i is not None))):
+        raise UserError(f"{path}: tokenizer.ggml.eos_token_id is missing: nothing would end a response")
     write_json(folder / hf.GENERATION, {k: v for k, v in {**special, "eos_token_id": ids}.items() if v is not None})
     write_tokenizer(path, folder, fields, config["max_position_embeddings"])
     return tensors
 
 
-def _open(path: Path) -> Any:
+def _open(path: Path) -> tuple[Any, Fields]:
+    """gguf's reader, and the metadata."""
     package = gguf_package()
 
     class Reader(package.GGUFReader):
-        """Says which tensor a file that was cut short is the first to lack; gguf itself fails somewhere in numpy."""
+        """Says which tensor a file that was cut short is the first to lack; gguf itself fails somewhere in numpy, or
+        reads on and on behind the file's end."""
+
+        def _get(self, offset: int, dtype: Any, count: int = 1, *rest: Any, **more: Any) -> Any:
+            end = int(offset) + np.dtype(dtype).itemsize * int(count)
+            if end > len(self.data):
+                raise UserError(f"{path}: cut short: its header goes on to byte {end}, the file has {len(self.data)}")
+            return super()._get(offset, dtype, count, *rest, **more)
 
         def _build_tensors(self, start_offs: int, fields: Any) -> None:
             for field in fields:
@@ -220,47 +232,63 @@ def _open(path: Path) -> Any:
             super()._build_tensors(start_offs, fields)
 
     try:
-        return Reader(path)
+        with np.errstate(over="ignore"):  # sums of offsets that no file can have, refused below
+            reader = Reader(path)
+            return reader, Fields(path, {key: field.contents() for key, field in reader.fields.items()})
+    except UserError:
+        raise
     except OSError as error:
         raise UserError(f"{path}: cannot be read: {error}") from error
-    except (ValueError, IndexError, KeyError, OverflowError) as error:  # whatever a damaged header leads to
-        raise UserError(f"{path}: not a whole GGUF file ({error})") from error
+    except Exception as error:  # a damaged header leads gguf and numpy to errors of every kind
+        why = str(error).strip() or type(error).__name__
+        raise UserError(f"{path}: not a whole GGUF file ({why:.200})") from error
 
 
-def _config(path: Path, fields: Mapping[str, Any], tensors: Mapping[str, Any], dtype: str) -> dict[str, Any]:
+def _token_id(fields: Fields, name: str) -> int | None:
+    return fields.get(f"tokenizer.ggml.{name}_token_id", "one whole number", None)
+
+
+def _config(path: Path, fields: Fields, tensors: Mapping[str, Any], dtype: str) -> dict[str, Any]:
     """The config.json that the metadata stand for."""
-    architecture = fields.get("general.architecture")
+    architecture = fields.get("general.architecture", "one text")
     if architecture != ARCHITECTURE:
         raise UserError(f"{path}: general.architecture {architecture!r} is not supported; valid: {ARCHITECTURE!r}")
-    if fields.get("split.count", 1) > 1:
-        raise UserError(f"{path}: is one of {fields['split.count']} files; join them first (llama-gguf-split --merge)")
+    if (parts := fields.get("split.count", "one whole number", 1)) > 1:
+        raise UserError(f"{path}: is one of {parts} files; join them first (llama-gguf-split --merge)")
     prefix = f"{ARCHITECTURE}."
-    own = {key.removeprefix(prefix): value for key, value in fields.items() if key.startswith(prefix)}
-    if own.pop("expert_count", 0) or own.pop("expert_used_count", 0):
+    own = {key.removeprefix(prefix) for key in fields if key.startswith(prefix)}
+    if any(fields.get(prefix + key, "one whole number", 0) for key in EXPERTS):
         raise UserError(f"{path}: llama.expert_count: mixtures of experts are not supported")
-    if unknown := sorted(own.keys() - set(KNOWN)):
+    if unknown := sorted(own - {*KNOWN, *EXPERTS}):
         raise UserError(
-            f"{path}: llama.{unknown[0]} = {own[unknown[0]]!r:.40}: no such key is known; {nearest(unknown[0], KNOWN)}"
+            f"{path}: llama.{unknown[0]} = {fields.show(prefix + unknown[0])}: no such key is known; "
+            f"{nearest(unknown[0], KNOWN)}"
         )
-    own.setdefault("attention.head_count_kv", own.get("attention.head_count"))
-    for key in (*COUNTS.values(), "attention.layer_norm_rms_epsilon"):
-        if not isinstance(own.get(key), int | float):
-            raise UserError(f"{path}: llama.{key}: expected one number, found {own.get(key, 'nothing')!r:.40}")
-    counts = {name: own[key] for name, key in COUNTS.items()}
-    head_dim = own.get("attention.key_length", counts["hidden_size"] // counts["num_attention_heads"])
-    for key in ("attention.value_length", "rope.dimension_count"):
-        if own.get(key, head_dim) != head_dim:
-            raise UserError(f"{path}: llama.{key}: only {head_dim}, the size of a head, is supported, found {own[key]}")
-    special = {name: fields.get(f"tokenizer.ggml.{name}_token_id") for name in ("bos", "eos", "padding")}
-    rope = _rope(path, own, tensors, head_dim)
+    positive = "one whole number above 0"
+    heads = fields.get("llama.attention.head_count", positive)
+    counts = {
+        name: fields.get(prefix + key, positive, *([heads] if key == "attention.head_count_kv" else []))
+        for name, key in COUNTS.items()
+    }
+    if counts["num_hidden_layers"] > len(tensors):  # said before names are made for each of them
+        raise UserError(
+            f"{path}: llama.block_count = {counts['num_hidden_layers']}, but the file has {len(tensors)} tensors"
+        )
+    head_dim = fields.get("llama.attention.key_length", positive, counts["hidden_size"] // heads)
+    for key in ("llama.attention.value_length", "llama.rope.dimension_count"):
+        if (found := fields.get(key, positive, head_dim)) != head_dim:
+            raise UserError(f"{path}: {key}: only {head_dim}, the size of a head, is supported, found {found}")
+    special = {name: _token_id(fields, name) for name in ("bos", "eos", "padding")}
+    rope = _rope(path, fields, tensors, head_dim)
     embedding = tensors.get("token_embd.weight")
+    rows = None if embedding is None else _shape(embedding)[0]
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
-        "vocab_size": int(embedding.shape[1]) if embedding is not None else own.get("vocab_size"),
+        "vocab_size": rows or fields.get("llama.vocab_size", positive),
         **counts,
         "head_dim": head_dim,
-        "rms_norm_eps": _short(own["attention.layer_norm_rms_epsilon"]),
+        "rms_norm_eps": _short(fields.get("llama.attention.layer_norm_rms_epsilon", "one number above 0")),
         # Both spellings: transformers reads the second since version 5, older programs the first.
         "rope_theta": rope["rope_theta"],
         "rope_parameters": rope,
@@ -277,9 +305,11 @@ def _config(path: Path, fields: Mapping[str, Any], tensors: Mapping[str, Any], d
     }
 
 
-def _rope(path: Path, own: Mapping[str, Any], tensors: Mapping[str, Any], head_dim: int) -> dict[str, Any]:
-    theta = _short(own.get("rope.freq_base", 10_000.0))
-    kind = own.get("rope.scaling.type", "linear" if "rope.scale_linear" in own else "none")
+def _rope(path: Path, fields: Fields, tensors: Mapping[str, Any], head_dim: int) -> dict[str, Any]:
+    positive = "one number above 0"
+    theta = _short(fields.get("llama.rope.freq_base", positive, 10_000.0))
+    old = fields.get("llama.rope.scale_linear", positive, None)
+    kind = fields.get("llama.rope.scaling.type", "one text", "none" if old is None else "linear")
     if kind not in ("none", "linear"):
         raise UserError(f"{path}: llama.rope.scaling.type {kind!r} is not supported; valid: none, linear")
     if ROPE_FACTORS in tensors:
@@ -288,8 +318,7 @@ def _rope(path: Path, own: Mapping[str, Any], tensors: Mapping[str, Any], head_d
         return {"rope_theta": theta, **_llama3(path, tensors[ROPE_FACTORS], theta, head_dim)}
     if kind == "none":
         return {"rope_type": "default", "rope_theta": theta}
-    factor = own.get("rope.scaling.factor", own.get("rope.scale_linear"))
-    if not factor:
+    if (factor := fields.get("llama.rope.scaling.factor", positive, old)) is None:
         raise UserError(f"{path}: llama.rope.scaling.type is 'linear', but llama.rope.scaling.factor is missing")
     return {"rope_type": "linear", "rope_theta": theta, "factor": _short(factor)}
 

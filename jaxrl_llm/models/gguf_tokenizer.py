@@ -8,12 +8,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jaxrl_llm.errors import UserError, nearest
+from jaxrl_llm.models.gguf_fields import Fields
 from jaxrl_llm.models.tensor_files import write_json
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 TOKENIZER, TOKENIZER_CONFIG, TEMPLATE = "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"
+WHOLES = "a list of whole numbers"
+NAMED = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}  # transformers' names -> GGUF's
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED = 1, 2, 3, 4, 5  # GGUF's types of tokens
 
 # How text is cut before bytes are merged, by `tokenizer.ggml.pre`: a regular expression, or the steps that make it.
@@ -38,7 +41,7 @@ WHOLE_WORDS = ("llama-bpe", "llama3", "llama-v3", "tekken")  # a word that is a 
 BEGINS = ("llama-bpe", "llama3", "llama-v3")  # put BOS before text unless the file says otherwise
 
 
-def write_tokenizer(path: Path, folder: Path, fields: Mapping[str, Any], max_length: int) -> None:
+def write_tokenizer(path: Path, folder: Path, fields: Fields, max_length: int) -> None:
     """Writes tokenizer.json, tokenizer_config.json and the chat template, if there is one.
 
     Args:
@@ -48,30 +51,32 @@ def write_tokenizer(path: Path, folder: Path, fields: Mapping[str, Any], max_len
     Raises:
       UserError: something in them is missing or not supported.
     """
-    tokens, kinds = _needed(path, fields, "tokens"), _needed(path, fields, "token_type")
+    tokens, kinds = _needed(fields, "tokens", "a list of texts"), _needed(fields, "token_type", WHOLES)
+    if len(kinds) != len(tokens):
+        raise UserError(
+            f"{path}: tokenizer.ggml.token_type: expected one for each of {len(tokens)} tokens, found {len(kinds)}"
+        )
     while tokens and kinds[len(tokens) - 1] == UNUSED:  # rows of the embedding that no text leads to
         tokens = tokens[:-1]
     vocabulary = {token: i for i, token in enumerate(tokens)}
     if len(vocabulary) < len(tokens):
         twice = next(token for i, token in enumerate(tokens) if vocabulary[token] != i)
         raise UserError(f"{path}: tokenizer.ggml.tokens: {twice!r} stands there twice")
-    model, pre = _needed(path, fields, "model"), fields.get("tokenizer.ggml.pre")
+    named = {name: tokens[i] for name, key in NAMED.items() if (i := _token_id(fields, key, len(tokens))) is not None}
+    for key in ("eot", "eom"):  # which end a response too
+        _token_id(fields, key, len(tokens))
+    model, pre = _needed(fields, "model", "one text"), fields.get("tokenizer.ggml.pre", "one text", None)
     if model == "gpt2":
         tokenizer, begins = _byte_level(path, fields, vocabulary), pre in BEGINS
     elif model == "llama":
-        tokenizer, begins = _sentencepiece(path, fields, vocabulary, kinds), True
+        tokenizer, begins = _sentencepiece(path, fields, vocabulary, kinds, named.get("unk")), True
     else:
         raise UserError(f"{path}: tokenizer.ggml.model {model!r} is not supported; valid: 'gpt2', 'llama'")
     _add_special(tokenizer, tokens, kinds)
-    named = {
-        name: tokens[i]
-        for name, key in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding"))
-        if (i := fields.get(f"tokenizer.ggml.{key}_token_id")) is not None
-    }
-    if "bos" in named and fields.get("tokenizer.ggml.add_bos_token", begins):
+    if "bos" in named and fields.get("tokenizer.ggml.add_bos_token", "true or false", begins):
         _begin_with(tokenizer, named["bos"], vocabulary[named["bos"]])
     tokenizer.save(str(folder / TOKENIZER))
-    if template := fields.get("tokenizer.chat_template"):
+    if template := fields.get("tokenizer.chat_template", "one text", ""):
         (folder / TEMPLATE).write_text(template, encoding="utf-8")
     write_json(
         folder / TOKENIZER_CONFIG,
@@ -84,23 +89,45 @@ def write_tokenizer(path: Path, folder: Path, fields: Mapping[str, Any], max_len
     )
 
 
-def _needed(path: Path, fields: Mapping[str, Any], name: str) -> Any:
-    if (found := fields.get(f"tokenizer.ggml.{name}")) is None:
-        raise UserError(f"{path}: tokenizer.ggml.{name} is missing: the tokenizer cannot be made without it")
+def _needed(fields: Fields, name: str, kind: str) -> Any:
+    return fields.get(f"tokenizer.ggml.{name}", kind)
+
+
+def _token_id(fields: Fields, name: str, tokens: int) -> int | None:
+    key = f"tokenizer.ggml.{name}_token_id"
+    found = fields.get(key, "one whole number", None)
+    if found is not None and found >= tokens:
+        raise UserError(f"{fields.path}: {key} = {found}: there are {tokens} tokens")
     return found
 
 
-def _byte_level(path: Path, fields: Mapping[str, Any], vocabulary: dict[str, int]) -> Tokenizer:
-    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+def _bpe(path: Path, merges: Any, **options: Any) -> Any:
+    """
+    Raises:
+      UserError: a merge of tokens that there are not.
+    """
+    from tokenizers import models
 
-    pre = _needed(path, fields, "pre")
+    try:
+        return models.BPE(merges=merges, **options)
+    except Exception as error:  # the tokenizers library knows no other
+        raise UserError(f"{path}: tokenizer.ggml.tokens and merges make no tokenizer: {error}") from error
+
+
+def _byte_level(path: Path, fields: Fields, vocabulary: dict[str, int]) -> Tokenizer:
+    from tokenizers import Regex, Tokenizer, decoders, pre_tokenizers
+
+    pre = _needed(fields, "pre", "one text")
     if pre not in SPLITS:
         raise UserError(
             f"{path}: tokenizer.ggml.pre {pre!r}: it is not known how this one cuts text; {nearest(pre, SPLITS)}"
         )
-    merges: list[tuple[str, str]] = [tuple(m.split(" ")) for m in _needed(path, fields, "merges")]
-    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=merges, ignore_merges=pre in WHOLE_WORDS))
-    space, split = bool(fields.get("tokenizer.ggml.add_space_prefix", False)), SPLITS[pre]
+    merges = [tuple(merge.split(" ")) for merge in _needed(fields, "merges", "a list of texts")]
+    if wrong := [i for i, pair in enumerate(merges) if len(pair) != 2]:
+        text = " ".join(merges[wrong[0]])
+        raise UserError(f"{path}: tokenizer.ggml.merges: expected two tokens and a space, found {text!r:.40}")
+    tokenizer = Tokenizer(_bpe(path, merges, vocab=vocabulary, ignore_merges=pre in WHOLE_WORDS))
+    space, split = fields.get("tokenizer.ggml.add_space_prefix", "true or false", False), SPLITS[pre]
     if split in ("", "digits"):
         digits = [pre_tokenizers.Digits(individual_digits=True)] if split else []
         steps = [*digits, pre_tokenizers.ByteLevel(add_prefix_space=space, use_regex=True)]
@@ -113,22 +140,20 @@ def _byte_level(path: Path, fields: Mapping[str, Any], vocabulary: dict[str, int
 
 
 def _sentencepiece(
-    path: Path, fields: Mapping[str, Any], vocabulary: dict[str, int], kinds: Sequence[int]
+    path: Path, fields: Fields, vocabulary: dict[str, int], kinds: Sequence[int], unknown: str | None
 ) -> Tokenizer:
     """BPE over characters, unknown ones as bytes: the tokenizer of Llama 2 and the first Mistrals."""
-    from tokenizers import Tokenizer, decoders, models, normalizers
+    from tokenizers import Tokenizer, decoders, normalizers
 
-    unknown = fields.get("tokenizer.ggml.unknown_token_id")
-    tokenizer = Tokenizer(
-        models.BPE(
-            vocab=vocabulary,
-            merges=_merges(vocabulary, _needed(path, fields, "scores"), kinds),
-            unk_token=None if unknown is None else list(vocabulary)[unknown],
-            fuse_unk=True,
-            byte_fallback=True,
+    scores = _needed(fields, "scores", "a list of numbers")
+    if len(scores) < len(vocabulary):
+        raise UserError(
+            f"{path}: tokenizer.ggml.scores: expected one for each of {len(vocabulary)} tokens, found {len(scores)}"
         )
-    )
-    space = fields.get("tokenizer.ggml.add_space_prefix", True)
+    merges = _merges(vocabulary, scores, kinds)
+    options = {"vocab": vocabulary, "unk_token": unknown, "fuse_unk": True, "byte_fallback": True}
+    tokenizer = Tokenizer(_bpe(path, merges, **options))
+    space = fields.get("tokenizer.ggml.add_space_prefix", "true or false", True)
     underline = normalizers.Replace(" ", "▁")
     tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), underline] if space else [underline])
     text = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]

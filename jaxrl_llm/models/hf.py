@@ -13,7 +13,8 @@ from typing import Any, Literal, NamedTuple
 import jax
 import numpy as np
 
-from jaxrl_llm.errors import UserError, nearest_path
+from jaxrl_llm.errors import UserError, naming, nearest_path
+from jaxrl_llm.models.architecture import TransformerConfig
 from jaxrl_llm.models.declare import SCORE, VALUE_HEAD
 from jaxrl_llm.models.families import Weight, find_family, transformer_config
 from jaxrl_llm.models.hf_config import HFConfig
@@ -91,6 +92,17 @@ def read_config(folder: Path) -> dict[str, Any]:
     return read_json(folder / CONFIG)
 
 
+def read_shape(folder: Path) -> TransformerConfig:
+    """The transformer that the folder's config.json describes.
+
+    Raises:
+      UserError: naming the folder and the key, see `transformer_config`.
+    """
+    config = read_config(folder)
+    with naming(str(folder)):
+        return transformer_config(config)
+
+
 def is_classifier(config: HFConfig) -> bool:
     """Whether a config.json is a sequence-classification model's, whose head is `score` (classifier.py)."""
     named = config.get("architectures")
@@ -155,7 +167,8 @@ def load_params(
     """
     place = place or (lambda path, array: array)
     declared, new = _flatten(declaration), {VALUE_HEAD, *fresh}
-    weights = {w.path: w for w in find_family(read_config(folder)).weights}
+    with naming(str(folder)):
+        weights = {w.path: w for w in find_family(read_config(folder)).weights}
     from jaxrl_llm.models import gguf
 
     files = gguf.tensors_of(folder) or TensorFolder(folder)

@@ -56,9 +56,14 @@ def portable_config(config: Mapping[str, Any]) -> dict[str, Any]:
      'torch_dtype': 'float32', 'rope_theta': 500.0, 'rope_scaling': {'rope_type': 'linear', 'factor': 2.0}}
     """
     found = dict(config)
+    found.pop("auto_map", None)  # names Python files that are not written; the family's class of transformers reads it
     dtype = config.get("dtype", config.get("torch_dtype", "float32"))
     found |= {"dtype": dtype, "torch_dtype": dtype}
     rope = config.get("rope_parameters")
+    if isinstance(rope, Mapping) and isinstance(by_type := rope.get("full_attention"), Mapping):  # gemma3_text
+        if theta := (rope.get("sliding_attention") or {}).get("rope_theta"):
+            found["rope_local_base_freq"] = theta
+        rope = by_type
     if isinstance(rope, Mapping) and "rope_theta" in rope and not config.get("rope_scaling"):
         top = {key: rope[key] for key in ("rope_theta", "partial_rotary_factor") if key in rope}
         scaling = {key: value for key, value in rope.items() if key not in top}

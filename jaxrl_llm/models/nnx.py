@@ -68,7 +68,8 @@ def from_nnx(
 
     Raises:
       ValueError: the module has variables that are neither parameters nor random keys (running averages, say): a model
-        is a function of its parameters alone.
+        is a function of its parameters alone. When it is called: parameters that are not the module's, a `forward` or
+        a head that gives another shape.
 
     Dropout is off (`module.eval()`), every parameter lies whole on every device, and `config.model.scan_layers` must
     stay True: there are no stacked layers to take apart.
@@ -81,7 +82,16 @@ def from_nnx(
     keys = jax.tree.map(_constant, keys)
     heads = heads or {"logits": lambda module, hidden: module.logits(hidden)}
 
+    shapes = {name: leaf.shape for name, leaf in _named(nnx.to_pure_dict(declared))}
+
     def module_of(params: Params) -> Any:
+        found = {name: jnp.shape(leaf) for name, leaf in _named(params)}
+        if wrong := sorted(name for name in shapes | found if shapes.get(name) != found.get(name)):
+            name = wrong[0]
+            raise ValueError(
+                f"parameter {name}: the module has {shapes.get(name, 'no such one')}, given is "
+                f"{found.get(name, 'none')} ({len(wrong)} differ)"
+            )
         state = jax.tree.map(lambda leaf: leaf, declared)  # a copy, since what follows writes into it
         nnx.replace_by_pure_dict(state, params)
         return nnx.merge(graph, state, keys)
@@ -89,15 +99,18 @@ def from_nnx(
     def run(params: Params, tokens: Array, mask: Array) -> Array:
         positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
         hidden = forward(module_of(params), jnp.where(mask, tokens, 0), positions, mask)
-        if hidden.shape[:2] != tokens.shape or hidden.ndim != 3:
-            raise ValueError(
-                f"forward: expected hidden [{tokens.shape[0]}, {tokens.shape[1]}, D], found {hidden.shape}"
-            )
+        shape = getattr(hidden, "shape", type(hidden).__name__)
+        if len(shape) != 3 or shape[:2] != tokens.shape:
+            raise ValueError(f"forward: expected hidden [{tokens.shape[0]}, {tokens.shape[1]}, D], found {shape}")
         return hidden
 
-    def head(apply: Head) -> Callable[[Params, Array], Array]:
+    def head(name: str, apply: Head) -> Callable[[Params, Array], Array]:
         def of_params(params: Params, hidden: Array) -> Array:
             out = apply(module_of(params), hidden)
+            # A shape that broadcasts, or more logits than tokens, would go unnoticed for long.
+            expected = (*hidden.shape[:-1], vocab_size) if name == "logits" else hidden.shape[:-1]
+            if (shape := getattr(out, "shape", type(out).__name__)) != expected:
+                raise ValueError(f"heads[{name!r}] of hidden {hidden.shape}: expected {expected}, found {shape}")
             return out.astype(jnp.promote_types(out.dtype, jnp.float32))
 
         return of_params
@@ -124,7 +137,7 @@ def from_nnx(
     return Model(
         declare=lambda: _declaration(make, declared),
         forward=model_forward,
-        heads={name: head(apply) for name, apply in heads.items()},
+        heads={name: head(name, apply) for name, apply in heads.items()},
         init_cache=_empty_cache,  # pyright: ignore[reportArgumentType] (steps use of a cache what TokenCache has)
         vocab_size=vocab_size,
     )

@@ -11,6 +11,7 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from jaxrl_llm.errors import UserError
+from jaxrl_llm.models.declare import SCORE
 from jaxrl_llm.models.families import find_family
 from jaxrl_llm.models.lora import A, B
 from jaxrl_llm.models.tensor_files import new_folder, write_json
@@ -26,7 +27,8 @@ def export_adapter(
     """Writes adapter_config.json and adapter_model.safetensors, in the overlay's dtype.
 
     Args:
-      overlay: as `lora.declare_overlay` declares it.
+      overlay: as `lora.declare_overlay` declares it; of a reward model with its head beside it, which PEFT then lays
+        over the one of the model (`modules_to_save`).
       hf_config: the base model's config.json.
       alpha: lora_alpha; the rank is read off the overlay.
       base_model: the folder or hub id that the adapter lies over.
@@ -52,6 +54,8 @@ def export_adapter(
             for name, matrix in (("lora_A", np.asarray(pair[A])), ("lora_B", np.asarray(pair[B]))):
                 for layer, each in enumerate(matrix):
                     yield f"{PREFIX}{names[leaf].format(layer=layer)}.{name}.weight", np.ascontiguousarray(each.T)
+        if SCORE in overlay:
+            yield f"{PREFIX}{weights[SCORE].name}", np.asarray(overlay[SCORE])
 
     rank = next(iter(overlay["layers"].values()))[A].shape[-1]
     with new_folder(Path(folder)) as new:
@@ -59,12 +63,13 @@ def export_adapter(
         (new / WEIGHTS).chmod(0o644)
         settings = {
             "peft_type": "LORA",
-            "task_type": "CAUSAL_LM",
+            "task_type": "SEQ_CLS" if SCORE in overlay else "CAUSAL_LM",
             "base_model_name_or_path": base_model,
             "r": rank,
             "lora_alpha": alpha,
             "lora_dropout": 0.0,
             "target_modules": sorted(name.rpartition(".")[2] for name in names.values()),
+            "modules_to_save": [weights[SCORE].name.removesuffix(".weight")] if SCORE in overlay else None,
             "bias": "none",
             "fan_in_fan_out": False,
             "inference_mode": True,

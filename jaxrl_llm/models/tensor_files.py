@@ -18,6 +18,7 @@ from safetensors.numpy import save_file
 
 from jaxrl_llm.errors import UserError
 
+SUFFIX = ".safetensors"
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 SHARD_BYTES = 5 * 10**9  # above this a model is written as several files, as transformers does
@@ -84,21 +85,36 @@ def _read_index(folder: Path) -> dict[str, str]:
     index = read_json(folder / INDEX).get("weight_map")
     if not isinstance(index, dict) or not index:
         raise UserError(f"{folder / INDEX}: no 'weight_map' that says which file holds which tensor")
+    for name, file in index.items():
+        # A path would lead out of the folder, which an index from elsewhere has no business with.
+        if not isinstance(file, str) or Path(file).name != file or not file.endswith(SUFFIX):
+            raise UserError(
+                f"{folder / INDEX}: weight_map of {name!r}: expected the name of a {SUFFIX} file in the folder, found "
+                f"{file!r:.200}"
+            )
+    if (folder / WEIGHTS).is_file() and WEIGHTS not in index.values():
+        raise UserError(
+            f"{folder}: holds both {WEIGHTS} and {INDEX}, which places every tensor in other files; remove the one of "
+            "them that is not this model's"
+        )
     return index
 
 
 def _open(path: Path) -> Any:
-    if not path.is_file():
-        raise UserError(f"{path}: no such file, though {INDEX} names it")
     try:
+        if not path.is_file():
+            raise UserError(f"{path}: no such file, though {INDEX} names it")
         return safe_open(path, "numpy")
+    except OSError as error:  # no permission, a name that is too long
+        raise UserError(f"{path}: cannot be read: {error}") from error
     except SafetensorError as error:
         raise UserError(f"{path}: {_first_cut_tensor(path) or f'not a sound safetensors file ({error})'}") from error
 
 
 def _first_cut_tensor(path: Path) -> str:
     """Which tensor of a file that was cut short is the first to lack bytes; empty if that is not what is wrong."""
-    with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError), path.open("rb") as file:
+    damage = (ValueError, KeyError, TypeError, AttributeError, RecursionError)
+    with contextlib.suppress(*damage), path.open("rb") as file:
         size = int.from_bytes(file.read(8), "little")
         header = json.loads(file.read(min(size, path.stat().st_size)))
         ends = sorted((x["data_offsets"][1], name) for name, x in header.items() if name != "__metadata__")
@@ -179,7 +195,9 @@ def read_json(path: Path) -> dict[str, Any]:
         found = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise UserError(f"{path}: no such file") from error
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read: {error}") from error
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{path}: not JSON ({error})") from error
     if not isinstance(found, dict):
         raise UserError(f"{path}: expected a JSON object, found {type(found).__name__}")

@@ -22,7 +22,17 @@ from jaxrl_llm.steps.reference import sync_reference
 from jaxrl_llm.steps.rollout import StopRules, no_stop_rules, rollout
 from jaxrl_llm.steps.sampling import Sampling
 from jaxrl_llm.steps.scoring import in_micro_batches, score_tokens, score_values
-from jaxrl_llm.steps.training import Training, actor_loss, critic_loss, enter, frozen, make_training, merged, split_rows
+from jaxrl_llm.steps.training import (
+    TRAINED_WHOLE,
+    Training,
+    actor_loss,
+    critic_loss,
+    enter,
+    frozen,
+    make_training,
+    merged,
+    split_rows,
+)
 from jaxrl_llm.steps.update import Metrics
 from jaxrl_llm.types import Array, Batch, Model, Params, Prompts, RunState
 
@@ -55,7 +65,7 @@ class Program:
         """The state before the first step; a reference that is not given is a copy of the actor.
 
         Args:
-          actor: all of its parameters, which stay frozen beneath a LoRA overlay.
+          actor: all of its parameters, which stay frozen beneath a LoRA overlay (but for a reward model's head).
           critic: what is trained of it: all of its parameters, or with `critic.freeze_trunk` the value head alone.
           key: of a fresh overlay; consumed. None is seed 0's.
 
@@ -69,7 +79,8 @@ class Program:
         base = frozen(self.config, actor) if need_base(self.config) else None
         trained = actor
         if self.actor.frozen:
-            trained = init_declared(self.actor.declare(), jax.random.key(0) if key is None else key)
+            fresh = init_declared(self.actor.declare(), jax.random.key(0) if key is None else key)
+            trained = fresh | {name: actor[name] for name in TRAINED_WHOLE if name in fresh}
         if self.ref is None:
             reference = None
         elif reference is None and self.reference_is_base:

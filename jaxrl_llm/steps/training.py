@@ -14,7 +14,7 @@ import optax
 from jaxrl_llm.config import Actor, Config, Critic
 from jaxrl_llm.config_rules import chosen_policy_loss, loss_aggregation
 from jaxrl_llm.errors import UserError
-from jaxrl_llm.models.declare import VALUE_HEAD
+from jaxrl_llm.models.declare import SCORE, VALUE_HEAD
 from jaxrl_llm.models.lora import declare_overlay, join, merge
 from jaxrl_llm.models.quantize import declare_quantized, quantize_kernels
 from jaxrl_llm.models.transformer import stack_layers, unstack_layers
@@ -51,16 +51,19 @@ class Training:
 
 # What is trained, and what stays frozen
 
+TRAINED_WHOLE = (SCORE,)  # beside a LoRA overlay, in `model.param_dtype`
+
 
 def overlay(config: Config, declaration: Params) -> Params:
-    """What LoRA trains of a model.
+    """What LoRA trains of a model: the overlay, and a reward model's head, which no correction of others could replace.
 
     Raises:
       UserError: the model has no module of a name in `model.target_modules`.
     """
     m = config.model
     dtype = jnp.dtype(m.param_dtype)
-    return declare_overlay(declaration, rank=m.lora_rank, target_modules=m.target_modules, dtype=dtype)
+    trained = declare_overlay(declaration, rank=m.lora_rank, target_modules=m.target_modules, dtype=dtype)
+    return trained | {name: declaration[name] for name in TRAINED_WHOLE if name in declaration}
 
 
 def _trained(config: Config, role: Actor | Critic, model: Model) -> tuple[Callable[[], Any], bool]:
@@ -74,12 +77,19 @@ def _trained(config: Config, role: Actor | Critic, model: Model) -> tuple[Callab
 
 def frozen(config: Config, params: Params) -> Params:
     """The actor's first parameters as they are kept beneath what is trained."""
-    return quantize_kernels(params) if config.model.quantize_base == "int8" else params
+    return quantize_kernels(beneath(params)) if config.model.quantize_base == "int8" else beneath(params)
+
+
+def beneath(params: Params) -> Params:
+    """Of a model's parameters, or their declaration, those over which an overlay lies: without what is trained whole
+    beside it."""
+    return {name: leaf for name, leaf in params.items() if name not in TRAINED_WHOLE}
 
 
 def declare_frozen(config: Config, model: Model) -> Params:
     """The declaration of `frozen`'s result."""
-    return declare_quantized(model.declare()) if config.model.quantize_base == "int8" else model.declare()
+    declaration = beneath(model.declare())
+    return declare_quantized(declaration) if config.model.quantize_base == "int8" else declaration
 
 
 def merged(config: Config, params: Params) -> Params:
