@@ -19,7 +19,7 @@ from jaxrl_llm.environments import Message
 from jaxrl_llm.errors import UserError, nearest
 from jaxrl_llm.loading import Inputs
 from jaxrl_llm.rewards import RewardSet, Scores, pooled
-from jaxrl_llm.samplers import Sampled, Sampler
+from jaxrl_llm.samplers import Sampled, Sampler, environment_of
 from jaxrl_llm.sharding import Layout
 from jaxrl_llm.timers import Timers
 from jaxrl_llm.types import Batch, Params, check_batch
@@ -216,8 +216,10 @@ def open_rewards(config: Config, inputs: Inputs) -> Inputs:
             "config.reward.functions = (): must be given: at least one reward, by name or as module:function (or a "
             "reward model: config.reward.model.path)"
         )
-    options = {"num_workers": settings.num_workers, "timeout": settings.timeout, "memory_limit": settings.memory_limit}
-    return dataclasses.replace(inputs, rewards=pooled(inputs.rewards, **options))
+    others = [environment_of(config)] if config.rollout.multi_turn.environment else []
+    limits: dict[str, Any] = {"timeout": settings.timeout, "memory_limit": settings.memory_limit}
+    rewards = pooled(inputs.rewards, num_workers=settings.num_workers, **limits, others=others)
+    return dataclasses.replace(inputs, rewards=rewards)
 
 
 def try_out(inputs: Inputs) -> None:

@@ -4,7 +4,6 @@ or in several with an environment (environments.py) that answers between them.""
 from __future__ import annotations
 
 import dataclasses
-import traceback
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -15,11 +14,14 @@ from jaxrl_llm.chat import render_observation
 from jaxrl_llm.compiled import AnySampler, CompiledTurns
 from jaxrl_llm.config import Config
 from jaxrl_llm.data import PromptBatch
-from jaxrl_llm.environments import Message, as_message, resolve
+from jaxrl_llm.environments import Asker, Message, as_message
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.loading import Inputs
 from jaxrl_llm.models import hf
 from jaxrl_llm.records import prompt_of
+from jaxrl_llm.rewards import Reward
+from jaxrl_llm.rewards.forms import Result, call
+from jaxrl_llm.rewards.pool import RewardPool
 from jaxrl_llm.sharding import Layout
 from jaxrl_llm.steps.rollout import StopRules
 from jaxrl_llm.tokenizer import response_text
@@ -27,6 +29,9 @@ from jaxrl_llm.types import FINISH_STOP, Batch, Params
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
+
+
+CHARACTERS = 64  # of a token; no token is longer, so that an observation of megabytes is not encoded whole
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,6 +124,7 @@ class Sampler:
         limits = np.repeat(np.asarray(given.prompts.max_new_tokens), n)
         records = [record for record in given.records for _ in range(n)]
         conversations = [talk.opening(record) if record else [] for record in records]
+        least = int(least)
         texts, failures = [""] * rows, {}
         begun, active = np.zeros(rows, np.int32), limits > 0
         truncated = np.zeros(rows, np.bool_)
@@ -126,23 +132,24 @@ class Sampler:
             responses, lengths, reasons = jax.device_get((state.responses, state.length, state.finish_reason))
             tokens = np.zeros((rows, talk.width), np.int32)
             mask = np.zeros(tokens.shape, np.bool_)
+            waiting = []
             for row in np.flatnonzero(active).tolist():
                 own, stopped = responses[row, begun[row] : lengths[row]].tolist(), bool(reasons[row] == FINISH_STOP)
-                held = int(least) if turn == 0 else 0  # the least length is of the response, not of a turn
+                held = least if turn == 0 else 0  # the least length is of the response, not of a turn
                 texts[row] = response_text(self._tokenizer, own, stopped, stop_ids, self._stop, held)
                 conversations[row].append({"role": "assistant", "content": texts[row]})
                 active[row] = False
-                if not stopped or turn + 1 == talk.max_turns:
+                if stopped and turn + 1 < talk.max_turns:
+                    waiting.append(row)
+            answers = talk.ask([conversations[row] for row in waiting], [records[row] for row in waiting])
+            for row, answer in zip(waiting, answers, strict=True):
+                if answer.failure is not None:
+                    failures[row] = f"row {row}, {answer.failure}"
                     continue
-                try:
-                    observation = talk.environment(list(conversations[row]), records[row])
-                except (Exception, SystemExit):
-                    failures[row] = f"row {row}: the environment {talk.name!r} failed: {traceback.format_exc()[-4000:]}"
-                    continue
-                message = as_message(observation, f"the environment {talk.name!r}")
+                message = as_message(answer.extras["observation"], f"the environment {talk.name!r}")
                 if message is None:
                     continue
-                message, ids = talk.fit(records[row], message, own[-1])
+                message, ids = talk.fit(records[row], message, int(responses[row, lengths[row] - 1]))
                 if lengths[row] + len(ids) >= limits[row]:  # no room for it and a token more
                     truncated[row] = True
                     continue
@@ -159,17 +166,31 @@ class Sampler:
 
 
 class Conversation:
-    """The config's environment, and how its observations become tokens."""
+    """The config's environment, and how its observations become tokens.
 
-    def __init__(self, config: Config, tokenizer: PreTrainedTokenizerFast, end_ids: Sequence[int]) -> None:
-        """
-        Raises:
-          UserError: there is no such environment.
-        """
+    Args:
+      pool: whose workers the environment runs in; None, or one that does not have it: this process.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        tokenizer: PreTrainedTokenizerFast,
+        end_ids: Sequence[int],
+        pool: RewardPool | None = None,
+    ) -> None:
         settings = config.rollout.multi_turn
-        self.name, self.environment = settings.environment, resolve(settings.environment)
+        self.name, self._asked, self._pool = settings.environment, environment_of(config), pool
         self.max_turns, self.width = settings.max_assistant_turns, settings.max_observation_length
         self._data, self._tokenizer, self._end_ids = config.data, tokenizer, set(end_ids)
+
+    def ask(self, conversations: Sequence[Sequence[Message]], records: Sequence[Any]) -> list[Result]:
+        """What the environment says to each, beside a score that means nothing, or why it failed."""
+        given = [{"messages": list(c), "record": record} for c, record in zip(conversations, records, strict=True)]
+        nothing, asked = [""] * len(given), self._asked
+        if self._pool is not None and asked.name in self._pool.names:
+            return self._pool.start(asked.name, nothing, nothing, given)()
+        return call(asked.function, asked.form, asked.name, nothing, nothing, given)
 
     def opening(self, record: Any) -> list[Message]:
         """The messages of a record's prompt."""
@@ -197,8 +218,7 @@ class Conversation:
                 template_kwargs=self._data.template_kwargs,
             )
 
-        # No token is longer than this many characters, so that a text of megabytes is not encoded whole.
-        high = min(len(message["content"]), 64 * self.width)
+        high = min(len(message["content"]), CHARACTERS * self.width)
         if len(found := ids(high)) <= self.width:
             return {**message, "content": message["content"][:high]}, found
         low = 0
@@ -223,12 +243,22 @@ def make_conversation(config: Config, inputs: Inputs) -> Conversation | None:
     if not config.rollout.multi_turn.environment:
         return None
     end_ids = hf.read_eos_ids(inputs.folder)
-    conversation = Conversation(config, inputs.tokenizer, end_ids)
+    conversation = Conversation(config, inputs.tokenizer, end_ids, inputs.rewards.pool)
     data = inputs.train or inputs.held_out
     assert data is not None
     _, record = data.first()
-    conversation.fit(record, {"role": "user", "content": "0"}, end_ids[0])
+    opening: list[Message] = [*conversation.opening(record), {"role": "assistant", "content": ""}]
+    (answer,) = conversation.ask([opening], [record])
+    # That it fails on an empty turn proves nothing.
+    message = as_message(answer.extras.get("observation"), f"the environment {conversation.name!r}")
+    conversation.fit(record, message or {"role": "user", "content": "0"}, end_ids[0])
     return conversation
+
+
+def environment_of(config: Config) -> Reward:
+    """The config's environment, to be called where rewards are."""
+    settings = config.rollout.multi_turn
+    return Asker(settings.environment, CHARACTERS * settings.max_observation_length).reward
 
 
 def make_sampler(config: Config, inputs: Inputs, layout: Layout, stops: StopRules, compiled: AnySampler) -> Sampler:

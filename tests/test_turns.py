@@ -14,6 +14,7 @@ import pytest
 
 from jaxrl_llm import environments
 from jaxrl_llm.chat import render_observation
+from jaxrl_llm.collect import open_rewards
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.loading import load_inputs
 from jaxrl_llm.samplers import make_conversation
@@ -183,6 +184,30 @@ def test_an_environment_that_fails_costs_its_rows_alone() -> None:
         metrics, batch = next(fit(tiny_folder.config(**changes)))
     assert 0 < metrics["reward/failed_ratio"] < 1
     assert batch.row_valid is not None and metrics["reward/failed_ratio"] == 1 - float(batch.row_valid.mean())
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_where_the_environment_runs(workers: int) -> None:
+    """Here, or in a worker with a deadline: the same answers, and the same reasons."""
+    changes = {"rollout__multi_turn__environment": "tests.tiny_folder:moody", "reward__num_workers": workers}
+    config = tiny_folder.config(**{**CONVERSATION, **changes, "reward__timeout": 1.0})
+    inputs = open_rewards(config, load_inputs(config))
+    with inputs.rewards:
+        talk = make_conversation(config, inputs)
+        assert talk is not None
+        turns = [[{"role": "assistant", "content": text}] for text in ("abc", "xyz", "sleep")]
+        fine, failed, slow = talk.ask(turns if workers else turns[:2] + turns[:1], [{}] * 3)
+    assert fine.failure is None and fine.extras["observation"] == "go on"
+    assert failed.failure is not None and "RuntimeError: not this letter" in failed.failure
+    if workers:
+        assert slow.failure is not None and "no answer within 1 s" in slow.failure
+
+
+def test_an_environment_of_the_wrong_type_is_found_before_the_first_step() -> None:
+    config = tiny_folder.config(**{**CONVERSATION, "rollout__multi_turn__environment": "tests.tiny_folder:numbers"})
+    inputs = open_rewards(config, load_inputs(config))
+    with inputs.rewards, pytest.raises(UserError, match=r"the environment 'tests.tiny_folder:numbers' returned 7"):
+        make_conversation(config, inputs)
 
 
 # Messages as tokens

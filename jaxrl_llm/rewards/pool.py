@@ -33,7 +33,14 @@ SPARES = 1
 STARTS = 3  # workers in a row that do not come up, after which none will
 
 
-def pooled(rewards: RewardSet, *, num_workers: int = -1, timeout: float = 10.0, memory_limit: float = 4.0) -> RewardSet:
+def pooled(
+    rewards: RewardSet,
+    *,
+    num_workers: int = -1,
+    timeout: float = 10.0,
+    memory_limit: float = 4.0,
+    others: Sequence[Reward] = (),
+) -> RewardSet:
     """The rewards, with those over text to be scored by a pool of worker processes, which `close` ends. Nothing is
     started where there are none: JAX rewards and a reward model stay here.
 
@@ -41,6 +48,7 @@ def pooled(rewards: RewardSet, *, num_workers: int = -1, timeout: float = 10.0, 
       num_workers: -1: one per CPU core, but at most 8; 0: no pool, and no deadline.
       timeout: seconds that a row may take, a call of a batched function that times its rows.
       memory_limit: GB of each worker and of each process that it starts; 0: none.
+      others: functions that are no columns of the scores but are called in the same workers, by `RewardPool.start`.
 
     Raises:
       UserError: a function cannot be sent to a worker.
@@ -51,6 +59,7 @@ def pooled(rewards: RewardSet, *, num_workers: int = -1, timeout: float = 10.0, 
     [[1.0]]
     """
     functions = [reward for reward in rewards.rewards if reward.form != "jax" and reward.name != REWARD_MODEL]
+    functions += others
     if num_workers == 0 or not functions:
         return rewards
     count = min(_cores(), MOST_BY_DEFAULT) if num_workers < 0 else num_workers
