@@ -177,7 +177,9 @@ def _groups(rest: str, total: int) -> list[list[int]]:
         return [[int(n) for n in pair.split(",")] for pair in re.findall(r"\{(\d+,\d+)\}", pairs[1])]
     listed = re.search(r"replica_groups=\{((?:\{[\d,]*\},?)*)\}", rest)
     if listed:
-        return [[int(n) for n in g.split(",") if n] for g in re.findall(r"\{([\d,]*)\}", listed[1])] or [[*range(total)]]
+        return [[int(n) for n in g.split(",") if n] for g in re.findall(r"\{([\d,]*)\}", listed[1])] or [
+            [*range(total)]
+        ]
     iota = re.search(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", rest)
     if iota:
         return _iota(iota[2], iota[3]).reshape(_numbers(iota[1])).tolist()
