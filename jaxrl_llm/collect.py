@@ -18,9 +18,10 @@ from jaxrl_llm.data import PromptBatch, PromptData
 from jaxrl_llm.environments import Message
 from jaxrl_llm.errors import UserError, nearest
 from jaxrl_llm.loading import Inputs
+from jaxrl_llm.peers import Peers
 from jaxrl_llm.rewards import RewardSet, Scores, pooled
 from jaxrl_llm.samplers import Sampled, Sampler, environment_of
-from jaxrl_llm.sharding import Layout
+from jaxrl_llm.sharding import Layout, fetch
 from jaxrl_llm.timers import Timers
 from jaxrl_llm.types import Batch, Params, check_batch
 
@@ -148,7 +149,7 @@ class Collector:
     def _write(
         self, reward: Compiled, sampled: Sampled, scored: Sequence[Scores], greedy: Batch | None
     ) -> tuple[Batch, Scores]:
-        check_batch(sampled.batch, n=sampled.batch.n, vocab_size=self._vocab_size)
+        check_batch(fetch(sampled.batch), n=sampled.batch.n, vocab_size=self._vocab_size)
         whole = Scores.join(scored)
         return reward(sampled.batch, *self._layout.put_rows((whole.scores, whole.valid)), greedy), whole
 
@@ -162,7 +163,7 @@ class Collector:
     def _metric(self, collected: Collected, name: str, key: str) -> np.ndarray:
         """float64 [G, n] of the raw scores; NaN where a row has none. Nothing that shapes the reward is in it."""
         batch = collected.batch
-        scores, scored, valid = jax.device_get((batch.scores, batch.scores_mask, batch.row_valid))
+        scores, scored, valid = fetch((batch.scores, batch.scores_mask, batch.row_valid))
         names = self._rewards.names
         extras = collected.scored.extras
         if name == "score":
@@ -216,9 +217,16 @@ def open_rewards(config: Config, inputs: Inputs) -> Inputs:
             "config.reward.functions = (): must be given: at least one reward, by name or as module:function (or a "
             "reward model: config.reward.model.path)"
         )
+    peers = Peers.of_run()
     others = [environment_of(config)] if config.rollout.multi_turn.environment else []
     limits: dict[str, Any] = {"timeout": settings.timeout, "memory_limit": settings.memory_limit}
-    rewards = pooled(inputs.rewards, num_workers=settings.num_workers, **limits, others=others)
+    rewards = pooled(
+        inputs.rewards,
+        num_workers=settings.num_workers,
+        **limits,
+        others=others,
+        peers=peers if peers.count > 1 else None,
+    )
     return dataclasses.replace(inputs, rewards=rewards)
 
 

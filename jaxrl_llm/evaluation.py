@@ -7,7 +7,6 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-import jax
 import numpy as np
 
 from jaxrl_llm.collect import start_scoring
@@ -16,7 +15,7 @@ from jaxrl_llm.data import PromptData
 from jaxrl_llm.loading import Inputs
 from jaxrl_llm.rewards import RewardSet
 from jaxrl_llm.samplers import Sampler, make_sampler
-from jaxrl_llm.sharding import Layout, abstract_like
+from jaxrl_llm.sharding import Layout, abstract_like, fetch
 from jaxrl_llm.steps.phases import Program
 from jaxrl_llm.steps.sampling import Sampling
 from jaxrl_llm.types import Params
@@ -41,7 +40,7 @@ class Evaluator:
             sampled = self.sampler(view, given, step)
             scored = start_scoring(self.rewards, given, sampled)()
             batch = self.reward(sampled.batch, *self.layout.put_rows((scored.scores, scored.valid)), None)
-            scores, scored_by, valid, lengths, reasons = jax.device_get(
+            scores, scored_by, valid, lengths, reasons = fetch(
                 (batch.scores, batch.scores_mask, batch.row_valid, batch.response_length, batch.finish_reason)
             )
             n, shown = batch.n, sampled.shown

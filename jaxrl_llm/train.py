@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from jaxrl_llm.command_line import make_parser, parse_args
+from jaxrl_llm.command_line import join_peers, make_parser, parse_args
 from jaxrl_llm.errors import exit_code, leave
 
 
@@ -19,12 +19,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     def body() -> None:
         parser = make_parser("train", "Trains a language model by PPO or GRPO.")
         config, args = parse_args(parser, sys.argv[1:] if argv is None else argv)
+        speaks = join_peers(args)
         from jaxrl_llm.trainer import fit  # jax is slow to import, and errors in the arguments should not wait for it
 
         with fit(config, args.workdir) as run:
             for _ in run:
                 pass
-        print(f"done: {Path(args.workdir)} holds metrics.jsonl, samples.jsonl and checkpoints/")
+        if speaks:
+            print(f"done: {Path(args.workdir)} holds metrics.jsonl, samples.jsonl and checkpoints/")
 
     return exit_code(body)
 

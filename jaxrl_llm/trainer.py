@@ -40,16 +40,17 @@ from jaxrl_llm.metrics import extras_metrics, timing_metrics
 from jaxrl_llm.models.hf_export import export_policy
 from jaxrl_llm.models.lora import count
 from jaxrl_llm.order import epoch_steps
+from jaxrl_llm.peers import Peers
 from jaxrl_llm.repeats import repeat_notices
 from jaxrl_llm.reward_scorer import RewardScorer, make_scorer
 from jaxrl_llm.rewards import Scores
 from jaxrl_llm.samplers import make_sampler
 from jaxrl_llm.samples import rollout_rows, sample_rows
-from jaxrl_llm.sharding import abstract_like
+from jaxrl_llm.sharding import abstract_like, fetch
 from jaxrl_llm.steps.phases import Program
 from jaxrl_llm.timers import Timers, host_metrics
 from jaxrl_llm.types import Batch, RunState
-from jaxrl_llm.writers import RunWriter, check_loggers, machine_facts, previous_config
+from jaxrl_llm.writers import RunWriter, SilentWriter, check_loggers, machine_facts, previous_config
 
 Metrics = dict[str, float]
 
@@ -89,7 +90,9 @@ class Run:
         self._workdir = None if workdir is None else Path(workdir)
         if self._workdir and self._workdir.exists() and not self._workdir.is_dir():
             raise UserError(f"--workdir {workdir}: is a file; expected a folder, or nothing yet")
-        self._writer, self._checkpoints = None, None
+        self._writer: RunWriter | None = None
+        self._checkpoints: Checkpoints | None = None
+        self._peers = Peers.of_run()
         self._inputs = load_inputs(config, check=self._check_record)
         try:
             self._start(workdir)
@@ -122,7 +125,10 @@ class Run:
         last = -1 if resumed is None else resumed
         if workdir:
             machine = machine_facts()
-            self._writer = RunWriter(workdir, config, total_steps=self.total_steps, resumed_step=last, machine=machine)
+            self._peers.share(None)  # nobody writes before everybody has read what the folder holds
+            given: dict[str, Any] = {"total_steps": self.total_steps, "resumed_step": last, "machine": machine}
+            silent = SilentWriter(config, self.total_steps)
+            self._writer = RunWriter(workdir, config, **given) if self._peers.first else silent
         self._told_of_failures = False
         self._note_inputs()
         if resumed is not None:
@@ -171,7 +177,7 @@ class Run:
                 moved = phases.update_reference(state.reference, self._state.actor.params, np.int32(self.step + 1))
                 self._state = self._state.replace(reference=wait(moved))
         self.step, self._cursor, self._curriculum = self.step + 1, given.cursor, collected.curriculum
-        done = jax.device_put(np.int32(self.step), self._layout.replicated)
+        done = self._layout.put_whole(np.int32(self.step))
         self._state = self._state.replace(kl_coef=kl_coef, step=done)
         extras = [extras for extras, valid in zip(scored.extras, scored.valid, strict=True) if valid]
         numbers = host_metrics(metrics, updated) | extras_metrics(extras) | collected.metrics
@@ -400,9 +406,12 @@ class Run:
         if self._workdir is None:
             return
         folder = self._workdir / "model"
-        if folder.exists():  # of this run, when it was shorter
-            shutil.rmtree(folder)
-        export_policy(folder, ordinary_policy(self._program, self._inputs, self._state), self._inputs.folder)
+        policy = ordinary_policy(self._program, self._inputs, self._state)
+        policy = fetch(policy) if self._peers.count > 1 else policy
+        if self._peers.first:
+            if folder.exists():  # of this run, when it was shorter
+                shutil.rmtree(folder)
+            export_policy(folder, policy, self._inputs.folder)
         self._note(f"model: {folder}")
 
     def _write(self, step: int, metrics: Metrics) -> None:
