@@ -14,7 +14,7 @@ from jaxrl_llm.compiled import AnySampler, CompiledTurns
 from jaxrl_llm.config import Config
 from jaxrl_llm.data import PromptBatch
 from jaxrl_llm.environments import Asker, Message, as_message
-from jaxrl_llm.errors import UserError
+from jaxrl_llm.errors import UserError, naming
 from jaxrl_llm.loading import Inputs
 from jaxrl_llm.models import hf
 from jaxrl_llm.records import prompt_of
@@ -44,20 +44,21 @@ class Sampled:
     conversations: list[list[Message]] | None = (
         None  # B, where there is an environment: every message, the prompt's too
     )
+    openings: list[int] | None = None  # B, how many messages of each are the prompt's
     failures: dict[int, str] = dataclasses.field(default_factory=dict)  # row -> why its environment failed
 
     def num_turns(self, row: int) -> int:
         """Turns of the policy."""
-        if self.conversations is None:
+        if self.conversations is None or self.openings is None:
             return 1
-        return sum(message["role"] == "assistant" for message in self.conversations[row])
+        return sum(message["role"] == "assistant" for message in self.conversations[row][self.openings[row] :])
 
     @property
     def shown(self) -> list[str]:
         """The responses as people see them: of a conversation everything behind the prompt."""
-        if self.conversations is None:
+        if self.conversations is None or self.openings is None:
             return self.texts
-        return [_shown(conversation) for conversation in self.conversations]
+        return [_shown(talk[opening:]) for talk, opening in zip(self.conversations, self.openings, strict=True)]
 
 
 def response_texts(
@@ -72,11 +73,8 @@ def response_texts(
     ]
 
 
-def _shown(conversation: Sequence[Message]) -> str:
-    first = next((at for at, m in enumerate(conversation) if m["role"] == "assistant"), len(conversation))
-    return "\n".join(
-        m["content"] if m["role"] == "assistant" else f"[{m['role']}: {m['content']}]" for m in conversation[first:]
-    )
+def _shown(messages: Sequence[Message]) -> str:
+    return "\n".join(m["content"] if m["role"] == "assistant" else f"[{m['role']}: {m['content']}]" for m in messages)
 
 
 class Sampler:
@@ -123,7 +121,7 @@ class Sampler:
         limits = np.repeat(np.asarray(given.prompts.max_new_tokens), n)
         records = [record for record in given.records for _ in range(n)]
         conversations = [talk.opening(record) if record else [] for record in records]
-        least = int(least)
+        openings, least = [len(messages) for messages in conversations], int(least)
         texts, failures = [""] * rows, {}
         begun, active = np.zeros(rows, np.int32), limits > 0
         truncated = np.zeros(rows, np.bool_)
@@ -161,7 +159,7 @@ class Sampler:
             cache, state = compiled.go_on(view, cache, state, *put, self._stops)
         del cache
         batch = compiled.finish(prompts, state, self._layout.put_rows(truncated))
-        return Sampled(batch, texts, conversations, failures)
+        return Sampled(batch, texts, conversations, openings, failures)
 
 
 class Conversation:
@@ -207,15 +205,16 @@ class Conversation:
         """
 
         def ids(characters: int) -> list[int]:
-            return render_observation(
-                self._tokenizer,
-                prompt_of(record, self._data.prompt_key, self._data.prompt_template),
-                {**message, "content": message["content"][:characters]},
-                end_ids=self._end_ids,
-                turn_ended=last in self._end_ids,
-                chat_template=self._data.chat_template,
-                template_kwargs=self._data.template_kwargs,
-            )
+            with naming(f"a message of the environment {self.name!r} behind a turn"):
+                return render_observation(
+                    self._tokenizer,
+                    prompt_of(record, self._data.prompt_key, self._data.prompt_template),
+                    {**message, "content": message["content"][:characters]},
+                    end_ids=self._end_ids,
+                    turn_ended=last in self._end_ids,
+                    chat_template=self._data.chat_template,
+                    template_kwargs=self._data.template_kwargs,
+                )
 
         high = min(len(message["content"]), CHARACTERS * self.width)
         if len(found := ids(high)) <= self.width:

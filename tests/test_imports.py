@@ -65,7 +65,7 @@ ALLOWED: dict[str, set[str]] = {
     "loggers": FILES | {"config"},
     "report_charts": set(),
     "report_numbers": {"meters"},
-    "report": FILES | {"config", "report_charts", "report_numbers"},
+    "report": FILES | {"config", "meters", "report_charts", "report_numbers"},
     "writers": CONFIG | FILES | {"loggers", "progress", "report", "report_numbers"},
     "samples": BASE | {"sharding", "data", "rewards", "tokenizer", "types"},
     "models": BASE | {"types"},
@@ -84,7 +84,7 @@ ALLOWED: dict[str, set[str]] = {
     "train": {"command_line", "errors", "trainer"},
     "evaluate": HOST
     | {"command_line", "models", "steps", "loading", "collect", "compiled", "evaluation"}
-    | {"reward_model", "reward_scorer"},
+    | {"reward_model", "reward_scorer", "run_files"},
     "fetch": BASE | {"models"},
     "supervised": HOST | {"command_line", "compiled", "evaluation", "loading", "models", "steps", "timers", "trainer"},
     "sft": HOST | {"command_line", "exchanges", "models", "steps", "supervised"},
