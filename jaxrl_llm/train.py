@@ -18,8 +18,17 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     def body() -> None:
         parser = make_parser("train", "Trains a language model by PPO or GRPO.")
+        parser.add_argument("--dry_run", action="store_true", help="check and compile all, print each device's memory")
+        parser.add_argument(
+            "--device_memory", type=float, metavar="GB", help="of a device, for --dry_run to compare with"
+        )
         config, args = parse_args(parser, sys.argv[1:] if argv is None else argv)
         speaks = join_peers(args)
+        if args.dry_run:
+            from jaxrl_llm.dry_run import dry_run
+
+            print(dry_run(config, report=print).table(1e9 * args.device_memory if args.device_memory else None))
+            return
         from jaxrl_llm.trainer import fit  # jax is slow to import, and errors in the arguments should not wait for it
 
         with fit(config, args.workdir) as run:

@@ -81,7 +81,12 @@ ALLOWED: dict[str, set[str]] = {
     "trainer": HOST
     | {"models", "steps", "loading", "compiled", "collect", "curriculum", "evaluation"}
     | {"peers", "reward_scorer", "samplers", "samples", "timers"},
-    "train": {"command_line", "errors", "trainer"},
+    "hlo": set(),
+    "dry_run": HOST | {"models", "steps", "loading", "compiled", "collect", "evaluation", "hlo", "reward_scorer"},
+    "costs": CONFIG | {"hlo", "models", "sharding", "steps", "types"},
+    "chips": BASE,
+    "plan": CONFIG | {"chips", "command_line", "costs", "hlo", "models"},
+    "train": {"command_line", "dry_run", "errors", "trainer"},
     "evaluate": HOST
     | {"command_line", "models", "steps", "loading", "collect", "compiled", "evaluation"}
     | {"reward_model", "reward_scorer", "run_files"},
