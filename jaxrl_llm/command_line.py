@@ -93,6 +93,8 @@ def make_parser(
     parser.add_argument("--config", required=config_required, metavar="FILE", help=about)
     if workdir:
         parser.add_argument("--workdir", metavar="DIR", help="the run's folder (default: runs/NAME-TIME)")
+        about = "refuse to go on from an older checkpoint where the newest is damaged"
+        parser.add_argument("--strict_resume", action="store_true", help=about)
         several = parser.add_argument_group("several hosts", "the same command in every process, with its own number")
         several.add_argument("--distributed", action="store_true", help="the cluster says who is who (TPU pods, SLURM)")
         several.add_argument("--coordinator", metavar="HOST:PORT", help="of process 0, where the cluster does not")

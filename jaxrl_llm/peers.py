@@ -15,6 +15,9 @@ import numpy as np
 
 from jaxrl_llm.errors import UserError
 
+HEARTBEAT_SECONDS = 60  # without a sign of life, after which a process counts as dead and the runtime ends the others
+SHUTDOWN_SECONDS = 20  # that a process which ends with an error waits for the others
+
 
 @dataclasses.dataclass(frozen=True)
 class Peers:
@@ -58,7 +61,13 @@ def join_run(coordinator: str | None, num_processes: int | None, process_id: int
       UserError: what was given does not make a run, or the others do not come.
     """
     try:
-        jax.distributed.initialize(coordinator, num_processes, process_id)
+        jax.distributed.initialize(
+            coordinator,
+            num_processes,
+            process_id,
+            heartbeat_timeout_seconds=HEARTBEAT_SECONDS,
+            shutdown_timeout_seconds=SHUTDOWN_SECONDS,
+        )
     except (ValueError, RuntimeError) as error:
         given = f"--coordinator={coordinator} --num_processes={num_processes} --process_id={process_id}"
         raise UserError(f"{'--distributed' if coordinator is None else given}: {error}") from error

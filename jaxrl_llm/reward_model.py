@@ -248,13 +248,16 @@ class RewardModelRun(SupervisedRun):
         return make_pair_evaluator(self.config, self._inputs, self._layout, model, view, self._note)
 
 
-def train_reward_model(config: Config, workdir: str | Path | None = None) -> RewardModelRun:
+def train_reward_model(config: Config, workdir: str | Path | None = None, **how: Any) -> RewardModelRun:
     """A run of `config` on pairs: iterate over it for (metrics, batch) of each step, as over `fit`'s.
+
+    Args:
+      how: see `Run`.
 
     Raises:
       UserError: something in the config, the data, a model or the folder is wrong; before the first step.
     """
-    return RewardModelRun(config, workdir)
+    return RewardModelRun(config, workdir, **how)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

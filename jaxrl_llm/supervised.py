@@ -10,10 +10,10 @@ import numpy as np
 
 from jaxrl_llm.command_line import make_parser, parse_args
 from jaxrl_llm.compiled import Compiled, CompiledTraining, compile_training
-from jaxrl_llm.config import Config
 from jaxrl_llm.data import PromptBatch
 from jaxrl_llm.errors import exit_code
 from jaxrl_llm.evaluation import Evaluators
+from jaxrl_llm.guard import run_guarded
 from jaxrl_llm.loading import Inputs
 from jaxrl_llm.sharding import abstract_like
 from jaxrl_llm.steps.step import ACTOR
@@ -77,16 +77,12 @@ class SupervisedRun(Run):
         return Stepped(metrics, batch, given, [], None)
 
 
-def command(
-    name: str, about: str, start: Callable[[Config, str | Path | None], Run], argv: Sequence[str] | None
-) -> int:
+def command(name: str, about: str, start: Callable[..., Run], argv: Sequence[str] | None) -> int:
     """Runs `python -m jaxrl_llm.NAME` to its end; the exit code, see `errors.exit_code`."""
 
     def body() -> None:
         config, args = parse_args(make_parser(name, about), sys.argv[1:] if argv is None else argv)
-        with start(config, args.workdir) as run:
-            for _ in run:
-                pass
+        run_guarded(start, config, args)
         print(f"done: {Path(args.workdir)}; next: python -m jaxrl_llm.export {args.workdir} FOLDER")
 
     return exit_code(body)

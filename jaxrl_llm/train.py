@@ -11,6 +11,7 @@ from pathlib import Path
 
 from jaxrl_llm.command_line import join_peers, make_parser, parse_args
 from jaxrl_llm.errors import exit_code, leave
+from jaxrl_llm.guard import run_guarded
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -31,9 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return
         from jaxrl_llm.trainer import fit  # jax is slow to import, and errors in the arguments should not wait for it
 
-        with fit(config, args.workdir) as run:
-            for _ in run:
-                pass
+        run_guarded(fit, config, args)
         if speaks:
             print(f"done: {Path(args.workdir)} holds metrics.jsonl, samples.jsonl and checkpoints/")
 

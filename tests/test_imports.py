@@ -77,21 +77,30 @@ ALLOWED: dict[str, set[str]] = {
     "collect": HOST | {"peers", "steps", "compiled", "curriculum", "environments", "loading", "samplers", "timers"},
     "evaluation": HOST | {"models", "steps", "compiled", "loading", "collect", "samplers"},
     "reward_scorer": HOST | {"models", "steps", "compiled", "exchanges", "loading"},
-    "timers": {"metrics", "steps"},
+    "signals": BASE,
+    "watchdog": BASE,
+    "guard": {"config", "signals", "watchdog"},
+    "timers": {"metrics", "steps", "watchdog"},
+    "memory": {"compiled", "config"},
+    "health": {"config", "rewards", "types"},
+    "resume": HOST | {"curriculum", "loading", "peers", "steps"},
+    "input_notes": HOST | {"loading", "models", "steps"},
     "trainer": HOST
     | {"models", "steps", "loading", "compiled", "collect", "curriculum", "evaluation"}
+    | {"guard", "health", "input_notes", "memory", "resume"}
     | {"peers", "reward_scorer", "samplers", "samples", "timers"},
     "hlo": set(),
     "dry_run": HOST | {"models", "steps", "loading", "compiled", "collect", "evaluation", "hlo", "reward_scorer"},
     "costs": CONFIG | {"hlo", "models", "sharding", "steps", "types"},
     "chips": BASE,
     "plan": CONFIG | {"chips", "command_line", "costs", "hlo", "models"},
-    "train": {"command_line", "dry_run", "errors", "trainer"},
+    "train": {"command_line", "dry_run", "errors", "guard", "trainer"},
     "evaluate": HOST
     | {"command_line", "models", "steps", "loading", "collect", "compiled", "evaluation"}
     | {"reward_model", "reward_scorer", "run_files"},
     "fetch": BASE | {"models"},
-    "supervised": HOST | {"command_line", "compiled", "evaluation", "loading", "models", "steps", "timers", "trainer"},
+    "supervised": HOST
+    | {"command_line", "compiled", "evaluation", "guard", "loading", "models", "steps", "timers", "trainer"},
     "sft": HOST | {"command_line", "exchanges", "models", "steps", "supervised"},
     "reward_model": HOST
     | {"command_line", "models", "steps", "compiled", "evaluation", "exchanges", "loading", "supervised"},
