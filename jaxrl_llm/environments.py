@@ -100,7 +100,9 @@ class Asker:
 
     def __call__(self, prompt: str, response: str, record: Mapping[str, Any]) -> dict[str, Any]:
         del prompt, response
-        observation: Any = _resolved(self.name)(copy.deepcopy(record["messages"]), record["record"])
+        # Its own, whatever it does to them: other rows of a prompt have the same record.
+        messages, given = copy.deepcopy((record["messages"], record["record"]))
+        observation: Any = _resolved(self.name)(messages, given)
         if isinstance(observation, str):
             observation = observation[: self.longest]
         elif isinstance(observation, Mapping) and isinstance(observation.get("content"), str):
@@ -112,7 +114,8 @@ _resolved = functools.lru_cache(maxsize=8)(resolve)
 
 
 def as_message(observation: Any, name: str = "the environment") -> Message | None:
-    """What an environment returned, as a message; None where the conversation is over.
+    """What an environment returned, as a message; None where the conversation is over. Halves of characters (lone
+    surrogates, of a JSON escape that a tool has read, say), which no tokenizer takes, become U+FFFD.
 
     Raises:
       UserError: it is neither a text, nor a message with a role and a text, nor None.
@@ -123,10 +126,22 @@ def as_message(observation: Any, name: str = "the environment") -> Message | Non
     if observation is None:
         return None
     if isinstance(observation, str):
-        return {"role": "user", "content": observation}
+        return {"role": "user", "content": _whole(observation)}
     if isinstance(observation, Mapping) and isinstance(observation.get("content"), str) and observation.get("role"):
-        return dict(observation)
+        return _whole(dict(observation))
     raise UserError(
         f"{name} returned {observation!r:.80} ({type(observation).__name__}); expected a text, a message with 'role' "
         "and 'content', or None"
     )
+
+
+def _whole(value: Any) -> Any:
+    match value:
+        case str():
+            return value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+        case Mapping():
+            return {_whole(key): _whole(item) for key, item in value.items()}
+        case list() | tuple():
+            return [_whole(item) for item in value]
+        case _:
+            return value

@@ -21,7 +21,7 @@ from jaxrl_llm.exchanges import Exchanges
 from jaxrl_llm.loading import Inputs, load_model_params
 from jaxrl_llm.models import classifier, hf
 from jaxrl_llm.models.transformer import make_transformer
-from jaxrl_llm.sharding import Layout, abstract, abstract_like
+from jaxrl_llm.sharding import Layout, abstract, abstract_like, fetch
 from jaxrl_llm.sources import Record
 from jaxrl_llm.steps.phases import sampler_view
 from jaxrl_llm.steps.scoring import score_sequences
@@ -133,7 +133,7 @@ class RewardScorer:
             tokens[row, : len(kept)], mask[row, : len(kept)] = kept, True
         parts = [slice(start, start + self._rows) for start in range(0, len(tokens), self._rows)]
         scores = [self.compiled(self.params, *self._layout.put_rows((tokens[at], mask[at]))) for at in parts]
-        for row, score in enumerate(np.concatenate(jax.device_get(scores))[: len(found)].tolist() if parts else []):
+        for row, score in enumerate(np.concatenate(fetch(scores))[: len(found)].tolist() if parts else []):
             if isinstance(found[row], dict):
                 found[row]["score"] = score
         return found

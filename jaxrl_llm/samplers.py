@@ -7,7 +7,6 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-import jax
 import numpy as np
 
 from jaxrl_llm.chat import render_observation
@@ -15,14 +14,14 @@ from jaxrl_llm.compiled import AnySampler, CompiledTurns
 from jaxrl_llm.config import Config
 from jaxrl_llm.data import PromptBatch
 from jaxrl_llm.environments import Asker, Message, as_message
-from jaxrl_llm.errors import UserError
+from jaxrl_llm.errors import UserError, naming
 from jaxrl_llm.loading import Inputs
 from jaxrl_llm.models import hf
 from jaxrl_llm.records import prompt_of
 from jaxrl_llm.rewards import Reward
 from jaxrl_llm.rewards.forms import Result, call
 from jaxrl_llm.rewards.pool import RewardPool
-from jaxrl_llm.sharding import Layout
+from jaxrl_llm.sharding import Layout, fetch
 from jaxrl_llm.steps.rollout import StopRules
 from jaxrl_llm.tokenizer import response_text
 from jaxrl_llm.types import FINISH_STOP, Batch, Params
@@ -45,27 +44,28 @@ class Sampled:
     conversations: list[list[Message]] | None = (
         None  # B, where there is an environment: every message, the prompt's too
     )
+    openings: list[int] | None = None  # B, how many messages of each are the prompt's
     failures: dict[int, str] = dataclasses.field(default_factory=dict)  # row -> why its environment failed
 
     def num_turns(self, row: int) -> int:
         """Turns of the policy."""
-        if self.conversations is None:
+        if self.conversations is None or self.openings is None:
             return 1
-        return sum(message["role"] == "assistant" for message in self.conversations[row])
+        return sum(message["role"] == "assistant" for message in self.conversations[row][self.openings[row] :])
 
     @property
     def shown(self) -> list[str]:
         """The responses as people see them: of a conversation everything behind the prompt."""
-        if self.conversations is None:
+        if self.conversations is None or self.openings is None:
             return self.texts
-        return [_shown(conversation) for conversation in self.conversations]
+        return [_shown(talk[opening:]) for talk, opening in zip(self.conversations, self.openings, strict=True)]
 
 
 def response_texts(
     batch: Batch, tokenizer: PreTrainedTokenizerFast, stops: StopRules, stop: Sequence[str]
 ) -> list[str]:
     """The responses [B] as rewards see them: their own tokens but special ones, cut before a stop token or string."""
-    host = jax.device_get((batch.responses, batch.response_mask, batch.finish_reason, stops.ids, stops.min_new_tokens))
+    host = fetch((batch.responses, batch.response_mask, batch.finish_reason, stops.ids, stops.min_new_tokens))
     responses, mask, reasons, stop_ids, least = (np.asarray(x) for x in host)
     return [
         response_text(tokenizer, ids[own].tolist(), reason == FINISH_STOP, stop_ids, stop, int(least))
@@ -73,11 +73,8 @@ def response_texts(
     ]
 
 
-def _shown(conversation: Sequence[Message]) -> str:
-    first = next((at for at, m in enumerate(conversation) if m["role"] == "assistant"), len(conversation))
-    return "\n".join(
-        m["content"] if m["role"] == "assistant" else f"[{m['role']}: {m['content']}]" for m in conversation[first:]
-    )
+def _shown(messages: Sequence[Message]) -> str:
+    return "\n".join(m["content"] if m["role"] == "assistant" else f"[{m['role']}: {m['content']}]" for m in messages)
 
 
 class Sampler:
@@ -118,18 +115,18 @@ class Sampler:
         assert isinstance(self._compiled, CompiledTurns) and self._conversation is not None
         talk, compiled = self._conversation, self._compiled
         cache, state = compiled.begin(view, prompts, self._stops, step)
-        stop_ids, least = jax.device_get((self._stops.ids, self._stops.min_new_tokens))
+        stop_ids, least = fetch((self._stops.ids, self._stops.min_new_tokens))
         rows = state.length.shape[0]
         n = rows // len(given.records)
         limits = np.repeat(np.asarray(given.prompts.max_new_tokens), n)
         records = [record for record in given.records for _ in range(n)]
         conversations = [talk.opening(record) if record else [] for record in records]
-        least = int(least)
+        openings, least = [len(messages) for messages in conversations], int(least)
         texts, failures = [""] * rows, {}
         begun, active = np.zeros(rows, np.int32), limits > 0
         truncated = np.zeros(rows, np.bool_)
         for turn in range(talk.max_turns):
-            responses, lengths, reasons = jax.device_get((state.responses, state.length, state.finish_reason))
+            responses, lengths, reasons = fetch((state.responses, state.length, state.finish_reason))
             tokens = np.zeros((rows, talk.width), np.int32)
             mask = np.zeros(tokens.shape, np.bool_)
             waiting = []
@@ -162,7 +159,7 @@ class Sampler:
             cache, state = compiled.go_on(view, cache, state, *put, self._stops)
         del cache
         batch = compiled.finish(prompts, state, self._layout.put_rows(truncated))
-        return Sampled(batch, texts, conversations, failures)
+        return Sampled(batch, texts, conversations, openings, failures)
 
 
 class Conversation:
@@ -208,15 +205,16 @@ class Conversation:
         """
 
         def ids(characters: int) -> list[int]:
-            return render_observation(
-                self._tokenizer,
-                prompt_of(record, self._data.prompt_key, self._data.prompt_template),
-                {**message, "content": message["content"][:characters]},
-                end_ids=self._end_ids,
-                turn_ended=last in self._end_ids,
-                chat_template=self._data.chat_template,
-                template_kwargs=self._data.template_kwargs,
-            )
+            with naming(f"a message of the environment {self.name!r} behind a turn"):
+                return render_observation(
+                    self._tokenizer,
+                    prompt_of(record, self._data.prompt_key, self._data.prompt_template),
+                    {**message, "content": message["content"][:characters]},
+                    end_ids=self._end_ids,
+                    turn_ended=last in self._end_ids,
+                    chat_template=self._data.chat_template,
+                    template_kwargs=self._data.template_kwargs,
+                )
 
         high = min(len(message["content"]), CHARACTERS * self.width)
         if len(found := ids(high)) <= self.width:
