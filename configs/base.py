@@ -84,6 +84,9 @@ def _rollout() -> dict:
         # The prompts of a step are sampled in so many parts, one after the other; rewards of a part are worked out
         # while the next one is sampled. More parts, smaller programs: worth it where rewards are slow.
         "parts": 1,
+        # True: fsdp is undone once for a rollout, so that every device holds all of the sampler's parameters (but for
+        # what mesh.tensor cuts). False: each layer's are gathered for every token, unless model.scan_layers is False.
+        "gather_params": False,
         # A conversation: at the end of a turn (an end token or a stop) the environment answers, and the policy goes on.
         "multi_turn": {
             # A name (jaxrl_llm/environments.py), module:function or file.py:function, with arguments if need be:

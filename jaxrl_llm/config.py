@@ -76,6 +76,7 @@ class Rollout:
     stop: tuple[str, ...]
     stop_token_ids: tuple[int, ...]
     parts: Positive
+    gather_params: bool
     multi_turn: MultiTurn
 
 

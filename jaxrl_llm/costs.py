@@ -155,8 +155,8 @@ def state_bytes(job: Job, mesh: Mesh) -> dict[str, int]:
 
 
 def view_bytes(job: Job, mesh: Mesh) -> int:
-    """The sampler's parameters, in the compute dtype."""
-    return held_bytes(job.whole, mesh, job.compute_bytes)
+    """The sampler's parameters, in the compute dtype; whole over fsdp with `rollout.gather_params`."""
+    return held_bytes(job.whole, mesh, job.compute_bytes, gathered=job.config.rollout.gather_params)
 
 
 def cache_bytes(job: Job, mesh: Mesh) -> tuple[int, int]:

@@ -61,7 +61,7 @@ def phases(job: Job, mesh: Mesh) -> dict[str, Work]:
     config = job.config
     estimator, _ = chosen_estimator(config)
     score = Lines.of(job, job.rows(mesh), config.trainer.score_micro_batch_size)
-    found = {"prefill": prefill(job, mesh), "decode": decode(job, mesh)}
+    found = {"update_weights": update_weights(job, mesh), "prefill": prefill(job, mesh), "decode": decode(job, mesh)}
     if need_old_log_probs(config, estimator) and not config.algorithm.rollout_correction.bypass:
         found["old_log_prob"] = scoring(job, mesh, score, head=True)
     if need_reference(config):
@@ -93,15 +93,34 @@ def _present(exchanges: list[Exchange], mesh: Mesh) -> tuple[Exchange, ...]:
     return tuple(x for x in named if x.axes and x.times)
 
 
+def update_weights(job: Job, mesh: Mesh) -> Work:
+    """The sampler's view: parameters are read, cast and written; with `rollout.gather_params` fsdp gathers them all."""
+    each, s, c = [], job.shape, job.compute_bytes
+    if job.config.rollout.gather_params:
+        tables = 1 if s.tie_embeddings else 2
+        each = [
+            Exchange("all-gather", "fsdp", layer_bytes(job, mesh, c), s.num_layers, "kernels"),
+            Exchange("all-gather", "fsdp", table_bytes(job, mesh, c), tables, "tables"),
+        ]
+    return Work(0.0, held_bytes(job.whole, mesh) + view_bytes(job, mesh), _present(each, mesh))
+
+
+def _sampling_exchanges(job: Job, mesh: Mesh, tokens: int, passes: int, per_token: bool = False) -> list[Exchange]:
+    """As `_forward_exchanges`, but for kernels that are whole already."""
+    each = _forward_exchanges(job, mesh, tokens, passes, per_token)
+    return each[1:] if job.config.rollout.gather_params else each
+
+
 def prefill(job: Job, mesh: Mesh) -> Work:
     """The prompts, once for their n responses: `forward_flops` of G·P tokens."""
     r, s = job.config.rollout, job.shape
     prompts = job.config.data.train_batch_size // mesh.shards
     tokens = prompts * r.prompt_length
-    each = _forward_exchanges(job, mesh, tokens // r.parts, r.parts)
-    table = table_bytes(job, mesh, job.compute_bytes)
-    # Of the table that is looked up in here and in decoding, and the head; one less where the layers are unrolled.
-    each.append(Exchange("all-gather", "fsdp", table, (2 + job.config.model.scan_layers) * r.parts, "tables"))
+    each = _sampling_exchanges(job, mesh, tokens // r.parts, r.parts)
+    if not r.gather_params:
+        table = table_bytes(job, mesh, job.compute_bytes)
+        # Of the table that is looked up in here and in decoding, and the head; one less where layers are unrolled.
+        each.append(Exchange("all-gather", "fsdp", table, (2 + job.config.model.scan_layers) * r.parts, "tables"))
     weights = held_bytes(job.whole, mesh, job.compute_bytes, gathered=True)
     traffic = r.parts * weights + 10.0 * tokens * s.width * job.compute_bytes * s.num_layers
     flops = forward_flops(job, mesh, tokens, tokens * r.prompt_length)
@@ -115,16 +134,16 @@ def decode(job: Job, mesh: Mesh) -> Work:
     computes attention over its P + R slots.
 
     With the layers scanned (`model.scan_layers`), fsdp gathers the kernels once a token; unrolled, the compiler takes
-    that out of the loop, and the whole view lies on every device. tensor adds the draw: sums of blocks of the
-    vocabulary, a block, and some numbers for each row.
+    that out of the loop, and the whole view lies on every device, as with `rollout.gather_params`. tensor adds the
+    draw: sums of blocks of the vocabulary, a block, and some numbers for each row.
     """
     r, s, c = job.config.rollout, job.shape, job.compute_bytes
     rows, steps = job.rows(mesh) // r.parts, r.response_length
     pairs = rows * (r.prompt_length + r.response_length)
     flops = forward_flops(job, mesh, rows, pairs) + head_flops(job, mesh, rows)
     weights, cache = held_bytes(job.whole, mesh, c, gathered=True), sum(cache_bytes(job, mesh))
-    each = _forward_exchanges(job, mesh, rows, 1, per_token=True)
-    if not job.config.model.scan_layers:
+    each = _sampling_exchanges(job, mesh, rows, 1, per_token=True)
+    if not job.config.model.scan_layers and not r.gather_params:
         once = dataclasses.replace(each[0], times=each[0].times * r.parts, per_token=False)
         each[0] = once
     blocks = -(-s.vocab_size // BLOCK)
@@ -132,7 +151,7 @@ def decode(job: Job, mesh: Mesh) -> Work:
     each += [drawn, Exchange("all-reduce", "tensor", 4 * rows * (BLOCK + 6), 1, "draw", True)]
     count = steps * r.parts
     gathered = table_bytes(job, mesh, c) if s.tie_embeddings else 0  # the head, turned around
-    if mesh.fsdp > 1:
+    if mesh.fsdp > 1 and not r.gather_params:
         tables = (2 if s.tie_embeddings else 3) * table_bytes(job, mesh, c)
         gathered = tables + layer_bytes(job, mesh, c) * (2 if job.config.model.scan_layers else s.num_layers)
     # The cache, a layer of it apart, that layer's scores, and the logits.
@@ -236,5 +255,5 @@ def peak_bytes(job: Job, mesh: Mesh) -> dict[str, float]:
     """Phase -> the bytes that a device holds in it: the state, the sampler's view while sampling, and the phase's
     own."""
     state, view = sum(state_bytes(job, mesh).values()), view_bytes(job, mesh)
-    beside = {"prefill": view, "decode": view}
+    beside = {"update_weights": view, "prefill": view, "decode": view}
     return {name: state + beside.get(name, 0) + work.temp for name, work in phases(job, mesh).items()}

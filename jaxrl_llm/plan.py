@@ -196,8 +196,8 @@ def advice(plan: Plan) -> str:
     config, state = plan.job.config, sum(costs.state_bytes(plan.job, plan.mesh).values())
     if state > ROOM * plan.chip.memory * GB:
         return "More chips (the state alone is too large), model.param_dtype=bfloat16, or model.lora_rank"
-    if plan.peak[0] in ("prefill", "decode"):
-        return "More chips, rollout.parts, or shorter lengths"
+    if plan.peak[0] in ("update_weights", "prefill", "decode"):
+        return "More chips, rollout.gather_params=False, rollout.parts, or shorter lengths"
     first = [] if config.model.remat == "full" else ["model.remat=full"]
     return f"{', '.join([*first, 'a smaller actor.micro_batch_size'])}, or more chips"
 
@@ -221,7 +221,12 @@ def row(name: str, plan: Plan) -> list[str]:
     state = sum(costs.state_bytes(plan.job, plan.mesh).values()) / GB
     if not plan.fits:
         return [*head, f"{state:.1f}", f"{peak / GB:.0f} ({where}): does not fit", "", "", "", "", ""]
-    times = [seconds("prefill", "decode"), seconds("old", "ref", "values"), seconds("update"), plan.seconds]
+    times = [
+        seconds("update_weights", "prefill", "decode"),
+        seconds("old", "ref", "values"),
+        seconds("update_actor", "update_critic"),
+        plan.seconds,
+    ]
     largest = f"{slowest}, {plan.times[slowest].bound}"
     return [*head, f"{state:.1f}", f"{peak / GB:.1f} ({where})", *(f"{time:.1f}" for time in times), largest]
 

@@ -95,6 +95,18 @@ class Layout:
             return tree
         return jax.tree.map(lambda x: jax.lax.with_sharding_constraint(x, self.rows), tree)
 
+    def undo_fsdp(self, params: Any, declaration: Any) -> Any:
+        """Declared parameters, kept whole over fsdp (for use under jit)."""
+        is_leaf: Any = lambda x: isinstance(x, Param)  # noqa: E731
+        declared = dict(jax.tree.flatten_with_path(declaration, is_leaf=is_leaf)[0])
+
+        def one(path: Any, x: Array) -> Array:
+            if path not in declared:  # the scales of quantized kernels, which are small
+                return x
+            return self.constrain(x, tuple(None if RULES.get(a or "") == "fsdp" else a for a in declared[path].axes))
+
+        return jax.tree_util.tree_map_with_path(one, params)
+
     def params(self, declaration: Any) -> Any:
         """The sharding of each declared parameter.
 

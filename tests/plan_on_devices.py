@@ -43,6 +43,7 @@ MESHES = {
     "tensor": {"data": 2, "fsdp": 1, "tensor": 4},
     "all": {"data": 2, "fsdp": 2, "tensor": 2},
 }
+GATHERED = {"rollout__gather_params": True}
 UNROLLED = GRPO | {"model__scan_layers": False, "model__logprob_chunk": 64, "actor__use_kl_loss": False}
 MICRO = GRPO | {"actor__micro_batch_size": 2, "trainer__score_micro_batch_size": 4, "actor__use_kl_loss": False}
 # name -> shape, overrides, mesh
@@ -57,7 +58,7 @@ CASES: dict[str, tuple[TransformerConfig, dict[str, Any], str]] = {
     "tensor": (UNTIED, GRPO, "tensor"),
     "ppo": (SHAPE, PPO | {"model__remat": "dots"}, "all"),
     "micro": (UNTIED, MICRO, "all"),
-    "twice": (UNTIED, MICRO | {"data__train_batch_size": 32, "actor__mini_batch_size": 16}, "all"),
+    "twice": (UNTIED, MICRO | {"data__train_batch_size": 32, "actor__mini_batch_size": 16} | GATHERED, "all"),
 }
 
 

@@ -64,7 +64,7 @@ def planned(name: str) -> tuple[Job, Mesh]:
 
 def updates(job: Job, phase: str) -> int:
     """Calls of the phase's program a step."""
-    if not phase.startswith("update"):
+    if phase not in ("update_actor", "update_critic"):
         return 1
     role = job.config.critic if phase == "update_critic" else job.config.actor
     return role.epochs * (job.config.data.train_batch_size // role.mini_batch_size)
@@ -104,6 +104,9 @@ def test_the_cache_lies_cut_as_planned(result: Result, name: str) -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_what_phases_need_beside_it_is_planned_within_a_factor(result: Result, name: str) -> None:
     for phase, measured, works, _ in by_phase(result(name), *planned(name)):
+        if phase == "update_weights":
+            assert measured.temp <= measured.output  # what is gathered, before it is turned as the sampler wants it
+            continue
         ratio = max(work.temp for work in works) / measured.temp
         assert 0.6 < ratio < 1.8, (phase, ratio)
 
@@ -123,7 +126,7 @@ def test_matrix_products_are_planned(result: Result, name: str) -> None:
 def test_the_rest_of_the_arithmetic_is_little(result: Result) -> None:
     """Against XLA's own count where no loop hides anything; a wider model has less beside its products."""
     for phase, measured, works, count in by_phase(result("unrolled"), *planned("unrolled")):
-        if phase != "gen":
+        if phase not in ("gen", "update_weights"):
             assert 1 < measured.xla_flops * count / works[0].flops < 1.25, phase
 
 
@@ -165,7 +168,7 @@ def test_other_phases_exchange_but_evidence(result: Result, name: str) -> None:
     job, mesh = planned(name)
     known = {phase for phase, *_ in by_phase(result(name), job, mesh)}
     others = [phase for phase in result(name).run.phases if phase.name not in known]
-    assert {"update_weights", "reward", "adv"} <= {phase.name for phase in others}
+    assert {"reward", "adv"} <= {phase.name for phase in others}
     for phase in others:
         assert all(is_small(c, job) for c in phase.collectives), phase.name
         assert phase.name == "adv" or not phase.collectives
@@ -209,6 +212,7 @@ def test_weights_are_gathered_once_a_token_where_the_layers_are_scanned(result: 
     """As it is, and not as one would want it (docs/scaling.md): plan and program agree on it."""
     for name in ("fsdp", "ppo", "micro"):
         job, mesh = planned(name)
+        assert not job.config.rollout.gather_params
         gen = next(phase for phase in result(name).run.phases if phase.name == "gen")
         gathered = sum(
             c.times * c.bytes for c in gen.collectives if c.per_token and c.kind == "all-gather" and c.axes == ("fsdp",)
@@ -217,6 +221,18 @@ def test_weights_are_gathered_once_a_token_where_the_layers_are_scanned(result: 
     unrolled = dataclasses.replace(job.config, model=dataclasses.replace(job.config.model, scan_layers=False))
     decode = phases(Job.of(unrolled, job.shape), mesh)["decode"]
     assert all(not x.per_token for x in decode.exchanges if x.axes == "fsdp")
+
+
+def test_weights_that_are_gathered_for_a_rollout_are_gathered_once(result: Result) -> None:
+    """rollout.gather_params: the view lies whole over fsdp, and nothing of it is exchanged while tokens are sampled."""
+    job, mesh = planned("twice")
+    found = {phase.name: phase for phase in result("twice").run.phases}
+    assert job.config.rollout.gather_params and mesh.fsdp > 1
+    assert not [c.line for c in found["gen"].collectives if "fsdp" in c.axes and c.bytes > 1]
+    expected = phases(job, mesh)["update_weights"].exchanges
+    gathered = found["update_weights"].collectives
+    assert {(c.kind, c.axes) for c in gathered} == {("all-gather", ("fsdp",))}
+    assert sum(c.bytes * c.times for c in gathered) == sum(x.bytes * x.times for x in expected)
 
 
 # On paper alone

@@ -141,6 +141,7 @@ def make_program(
     estimator, options = chosen_estimator(config)
     score = partial(_score, config, layout, actor)
     rollout_of = partial(gen, actor, layout, width=config.rollout.response_length)
+    relayout = partial(layout.undo_fsdp, declaration=actor.declare()) if config.rollout.gather_params else None
     # In the critic's warm-up the actor does not move.
     actor_steps = max(steps - (config.critic.warmup_steps if critic else 0), 1)
     return Program(
@@ -149,7 +150,7 @@ def make_program(
         actor_model=actor,
         critic_model=critic,
         stops=no_stop_rules(actor.vocab_size) if stops is None else stops,
-        update_weights=partial(sampler_view, config),
+        update_weights=partial(sampler_view, config, relayout=relayout),
         gen=partial(rollout_of, n=config.rollout.n, sampling=train_sampling(config)),
         gen_max=partial(rollout_of, n=1, sampling=Sampling(temperature=0.0))
         if "reward_baselines" in estimator.needs
@@ -171,15 +172,16 @@ def make_program(
 # Sampling
 
 
-def sampler_view(config: Config, params: Params) -> Params:
-    """The parameters as the sampler wants them: an overlay merged, in the compute dtype, layers apart if so
-    configured."""
+def sampler_view(config: Config, params: Params, relayout: Callable[[Params], Params] | None = None) -> Params:
+    """The parameters as the sampler wants them: an overlay merged, in the compute dtype, on the mesh as `relayout` puts
+    them, layers apart if so configured."""
     dtype = jnp.dtype(config.model.dtype)
 
     def cast(x: Array) -> Array:
         return x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x  # whole numbers are quantized kernels
 
-    return enter(config, jax.tree.map(cast, merged(config, params)))
+    view = jax.tree.map(cast, merged(config, params))
+    return enter(config, relayout(view) if relayout else view)
 
 
 def train_sampling(config: Config) -> Sampling:
