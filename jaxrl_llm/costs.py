@@ -191,14 +191,14 @@ class Lines:
 def passing_bytes(job: Job, mesh: Mesh, lines: Lines, head: bool = True) -> float:
     """What a forward pass that nobody differentiates holds at its highest: c · tokens · D, and the larger of a layer,
     c · tokens · (2 D + max(H + 2 KV, 2 F) / t) and 4 + c bytes for each of heads/t · pairs beside two gathered layers,
-    and of a chunk of logits, three float32 arrays of V/t a token, beside two gathered tables."""
+    and of a chunk of logits, two float32 arrays of V/t a token, beside the gathered table."""
     s, c, t = job.shape, job.compute_bytes, mesh.tensor
     heads, kv = s.num_heads * s.head_dim, s.num_kv_heads * s.head_dim
     layer = c * lines.tokens * (2 * s.width + max(heads + 2 * kv, 2 * s.mlp_width) / t)
     layer += (4 + c) * lines.pairs * s.num_heads / t
-    chunk = 12.0 * head * logits_chunk(job, mesh, lines)[1] * s.vocab_size / t
+    chunk = 8.0 * head * logits_chunk(job, mesh, lines)[1] * s.vocab_size / t
     if mesh.fsdp > 1:
-        layer, chunk = layer + 2 * layer_bytes(job, mesh, c), chunk + 2 * table_bytes(job, mesh, c)
+        layer, chunk = layer + 2 * layer_bytes(job, mesh, c), chunk + table_bytes(job, mesh, c)
     return c * lines.tokens * s.width + max(layer, chunk)
 
 
