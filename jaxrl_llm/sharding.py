@@ -97,8 +97,7 @@ class Layout:
 
     def undo_fsdp(self, params: Any, declaration: Any) -> Any:
         """Declared parameters, kept whole over fsdp (for use under jit)."""
-        is_leaf: Any = lambda x: isinstance(x, Param)  # noqa: E731
-        declared = dict(jax.tree.flatten_with_path(declaration, is_leaf=is_leaf)[0])
+        declared = dict(jax.tree.flatten_with_path(declaration, is_leaf=lambda x: isinstance(x, Param))[0])
 
         def one(path: Any, x: Array) -> Array:
             if path not in declared:  # the scales of quantized kernels, which are small

@@ -108,7 +108,7 @@ def test_what_phases_need_beside_it_is_planned_within_a_factor(result: Result, n
             assert measured.temp <= measured.output  # what is gathered, before it is turned as the sampler wants it
             continue
         ratio = max(work.temp for work in works) / measured.temp
-        assert 0.6 < ratio < 1.8, (phase, ratio)
+        assert 0.7 < ratio < 1.7, (phase, ratio)
 
 
 # FLOPs
@@ -160,7 +160,8 @@ def test_no_program_holds_a_collective_that_is_not_planned(result: Result, name:
             found[key] += count * c.times * c.bytes
         for key, size in expected.items():
             # A table's gather more or less is the compiler's to find.
-            assert 0.75 < size / found[key] < 1.3, (phase, key, size, found[key])
+            low, high = (0.75, 1.3) if key[1:] == ("all-gather", "fsdp") else (0.95, 1.1)
+            assert low < size / found[key] < high, (phase, key, size, found[key])
 
 
 @pytest.mark.parametrize("name", CASES)
