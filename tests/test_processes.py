@@ -140,7 +140,9 @@ class Threads:
     def share(self, value: Any) -> list[Any]:
         self._values[self.index] = value
         self._barrier.wait(30)
-        return list(self._values)
+        shared = list(self._values)
+        self._barrier.wait(30)  # nobody shares again before everybody has read
+        return shared
 
 
 def as_two(body: Callable[[Threads], Any]) -> list[Any]:
