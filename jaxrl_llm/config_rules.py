@@ -223,9 +223,15 @@ def _rewards(config: Config) -> Iterator[Broken]:
     functions, model = config.reward.functions, config.reward.model
     for name in functions:
         try:
-            registry.resolve(name)
+            seconds = registry.own_deadline(registry.resolve(name))
         except UserError as error:
             yield Broken(("reward.functions",), str(error))
+            continue
+        if seconds >= config.reward.timeout and config.reward.num_workers:
+            text = (
+                f"{name!r} may take {seconds:g} s for a response by itself, and must be given more before it is killed"
+            )
+            yield Broken(("reward.timeout",), text)
     for key in ("weights", "data_sources"):
         values = getattr(config.reward, key)
         if values and len(values) != len(functions):
