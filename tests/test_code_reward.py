@@ -14,7 +14,6 @@ import pytest
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.rewards import code, make_rewards, resolve
 from jaxrl_llm.rewards.code import last_block, protections
-from tests import tiny_folder
 
 pytestmark = pytest.mark.skipif(not os.path.exists("/proc/self/ns/user"), reason="Linux alone")
 NAMESPACES = "namespaces" in protections()
@@ -338,6 +337,8 @@ def test_a_row_scores_alone_among_others():
 
 def test_its_own_deadline_comes_before_the_workers():
     """Else a response that uses its time up would be a failed row, and not a wrong one."""
+    from tests import tiny_folder  # which imports jax, and nothing else here does
+
     slow = f"code(run_model_code=True, seconds=12, namespaces={NAMESPACES})"
     with pytest.raises(UserError, match=r"config.reward.timeout = 10.0: .* may take 12 s .* must be given more"):
         tiny_folder.config(reward__functions=("exact", slow), reward__num_workers=1)
