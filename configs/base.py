@@ -302,8 +302,15 @@ def _trainer() -> dict:
         "log_interval": 1,  # steps between plain lines of progress (metrics.jsonl holds every step)
         "save_interval": 20,  # steps between checkpoints, and one at the end; 0: none at all
         "keep_checkpoints": 2,  # how many of the newest stay
+        "keep_best": True,  # of the steps that are saved and evaluated, the one with the highest best_metric stays too
+        # A metric's name, as in metrics.jsonl; "": the mean of val-core/SET/reward/mean@N over the held-out sets.
+        "best_metric": "",
         "export": False,  # write the policy to model/ in the run's folder at the end, as jaxrl_llm.export does
         "max_skipped_updates": 5,  # non-finite updates in a row after which the run is aborted
+        # Seconds; a phase (also: to start, to compile a program) that takes longer is taken to be stuck: the command
+        # writes all stacks to stderr and stacks.txt and exits with 75. 0: any time. Six hours, since a phase that is
+        # only slow must not be ended: no step's phase here is known to come near it, and a night is not lost.
+        "phase_timeout": 21600.0,
         "rollout_dump": False,  # write every response of every step to rollouts/STEP.jsonl
         "sample_interval": 10,  # steps between tables of sample responses; 0: none
         "samples_to_show": 3,  # responses in such a table

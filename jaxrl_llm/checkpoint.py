@@ -2,16 +2,22 @@
 
 `checkpoints/STEP/` holds orbax's items `state` (the leaves of a pytree by their dotted path) and `meta` (JSON), and
 `checksums.json`, written last: without it a checkpoint does not count. Restoring compares every file with its checksum,
-and every leaf's path, shape and dtype with what is asked for (orbax by itself casts in silence).
+and every leaf's path, shape and dtype with what is asked for (orbax by itself casts in silence). `checkpoints/newest`
+names the step that was completed last, so that a checkpoint that was lost as a whole is missed.
+
+A save copies the arrays and returns; they are written, summed up and marked complete while the run goes on. Where a run
+has several processes all of them save and restore, on a file system that they share, and the first one does the rest.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
 import shutil
-from collections.abc import Mapping
+import threading
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -22,7 +28,9 @@ from jaxrl_llm.errors import StorageError
 
 Tree = TypeVar("Tree")
 CHECKSUMS = "checksums.json"
+NEWEST = "newest"
 SHOWN = 12  # mismatching leaves that an error lists
+WRITING_SECONDS = 24 * 3600  # after which orbax gives up a write; its own 20 minutes can be too short for a slow disk
 
 
 class Checkpoints:
@@ -35,7 +43,11 @@ class Checkpoints:
           keep: how many of the newest stay.
         """
         self.folder, self._keep = Path(folder).absolute(), keep
-        self._manager: ocp.CheckpointManager | None = None
+        self._saver: ocp.AsyncCheckpointer | None = None
+        self._writing: threading.Thread | None = None
+        self._failure: StorageError | None = None
+        self._whole: set[int] = set()  # steps whose files were compared with their checksums
+        self._damaged: set[int] = set()
 
     def steps(self) -> list[int]:
         """The steps whose checkpoints are complete, oldest first."""
@@ -44,19 +56,54 @@ class Checkpoints:
     def latest_step(self) -> int | None:
         return max(self.steps(), default=None)
 
-    def save(self, step: int, state: Any, meta: Mapping[str, Any]) -> None:
-        """Writes a checkpoint, marks it complete, then removes the oldest beyond `keep`.
+    def newest_good(self, *, strict: bool = False) -> tuple[int | None, list[str]]:
+        """The newest step whose checkpoint is whole, and what is wrong with those after it; (None, []) where no
+        checkpoint was ever completed. An interrupted save is nothing wrong: it never counted.
+
+        Args:
+          strict: whether anything wrong is an error.
+
+        Raises:
+          StorageError: nothing is whole though something was once complete; or something is wrong, and `strict`.
+        """
+        problems, found, steps = [], None, self.steps()
+        completed = self._completed()
+        if completed is not None and completed not in steps and completed > max(steps, default=-1):
+            lost = self.folder / str(completed)
+            problems.append(f"{lost}: is missing or lacks its {CHECKSUMS}; it was complete once")
+        for step in reversed(steps):
+            try:
+                self.verify(step)
+                found = step
+                break
+            except StorageError as error:
+                problems.append(str(error))
+                self._damaged.add(step)
+        if problems and (strict or found is None):
+            rest = f"step {found} is whole" if found is not None else "there is no other"
+            advice = f"without --strict_resume the run goes on from step {found}"
+            if found is None:
+                advice = f"nothing is left to go on from; to start anew, take away {self.folder}"
+            raise StorageError("\n  ".join([f"{self.folder}: damaged, {rest}; {advice}:", *problems]))
+        return found, problems
+
+    def save(self, step: int, state: Any, meta: Mapping[str, Any], *, spare: Collection[int] = ()) -> None:
+        """Begins to write a checkpoint, after the one before it is written; `state` may be overwritten or donated as
+        soon as this returns. Once written it is marked complete, and the oldest beyond `keep` are removed.
 
         Args:
           step: there must be no complete checkpoint of this step yet.
           state: pytree of arrays.
           meta: what JSON can hold: the data cursor, the configuration, …
+          spare: steps to keep beside the newest.
 
         Raises:
-          StorageError: it could not be written; the earlier ones are still there.
+          StorageError: this one or the one before it could not be written; the earlier ones are still there.
         """
-        if step in self.steps():
-            raise StorageError(f"{self.folder / str(step)}: is already there")
+        self.wait()
+        folder = self.folder / str(step)
+        if step in self.steps() and step not in self._damaged:
+            raise StorageError(f"{folder}: is already there")
         leaves = _named_leaves(state)
         manifest = {name: _signature(leaf) for name, leaf in leaves.items()}
         arguments = ocp.args.Composite(
@@ -64,15 +111,53 @@ class Checkpoints:
             meta=ocp.args.JsonSave({"manifest": manifest, "meta": dict(meta)}),
         )
         try:
-            manager = self._writer()
-            manager.save(step, args=arguments, force=True)
-            manager.wait_until_finished()
-            _write_checksums(self.folder / str(step))
-            for old in self.steps()[: -self._keep]:
-                manager.delete(old)
+            saver = self._open_saver()
+            saver.save(folder, args=arguments, force=True)
         except Exception as error:  # orbax and tensorstore raise all kinds when a disk is full
-            self.close()  # so that the next save starts by cleaning up
-            raise StorageError(f"{self.folder / str(step)}: cannot be saved: {error}") from error
+            self._give_up()  # so that the next save starts by cleaning up
+            raise StorageError(f"{folder}: cannot be saved: {error}") from error
+        # Not a daemon: a program that simply ends has its last checkpoint all the same.
+        self._writing = threading.Thread(target=self._complete, args=(saver, step, {*spare, step}), name="checkpoint")
+        self._writing.start()
+
+    def _complete(self, saver: ocp.AsyncCheckpointer, step: int, spare: set[int]) -> None:
+        """In a thread of its own: waits for the arrays to be written, marks the checkpoint, removes old ones."""
+        folder = self.folder / str(step)
+        try:
+            saver.wait_until_finished()
+            if jax.process_index() > 0:  # the first one marks it, which orbax has let wait for all
+                return
+            _write_checksums(folder)
+            _write_whole(self.folder / NEWEST, f"{step}\n")
+            self._whole.discard(step)
+            for old in self.steps()[: -self._keep]:
+                if old not in spare:
+                    _remove(self.folder / str(old))
+        except BaseException as error:
+            self._failure = StorageError(f"{folder}: cannot be saved: {error}")
+            self._failure.__cause__ = error
+
+    def poll(self) -> None:
+        """
+        Raises:
+          StorageError: a save that has ended meanwhile could not be written.
+        """
+        if self._writing is not None and not self._writing.is_alive():
+            self.wait()
+
+    def wait(self) -> None:
+        """Returns once what was saved is complete.
+
+        Raises:
+          StorageError: it could not be written; the earlier ones are still there.
+        """
+        if self._writing is not None:
+            self._writing.join()
+            self._writing = None
+        if self._failure is not None:
+            failure, self._failure = self._failure, None
+            self._give_up()
+            raise failure
 
     def leaves(self, step: int) -> Mapping[str, str]:
         """The leaves that a checkpoint says it holds, by their dotted paths: dtype and shape of each.
@@ -109,7 +194,8 @@ class Checkpoints:
         """
         if step is None and (step := self.latest_step()) is None:
             raise StorageError(f"{self.folder}: no complete checkpoint")
-        self.verify(step)
+        if step not in self._whole:
+            self.verify(step)
         wanted, written = _named_leaves(target), self._read(step, meta=ocp.args.JsonRestore())["meta"]
         self._compare(written["manifest"], wanted, step, partial)
         arguments = ocp.args.PyTreeRestore(
@@ -139,23 +225,46 @@ class Checkpoints:
                     raise StorageError(f"{folder / name}: is not as it was written (wrong checksum)")
         except (OSError, ValueError, AttributeError) as error:
             raise StorageError(f"{folder}: is damaged: {error}") from error
+        self._whole.add(step)
 
     def close(self) -> None:
-        if self._manager is not None:
-            self._manager.close()
-            self._manager = None
+        """Waits for what is being written.
 
-    def _writer(self) -> ocp.CheckpointManager:
-        if self._manager is None:
-            for path in self.folder.glob("[0-9]*"):
+        Raises:
+          StorageError: it could not be written.
+        """
+        try:
+            self.wait()
+        finally:
+            self._give_up()
+
+    def _give_up(self) -> None:
+        if self._saver is not None:
+            with contextlib.suppress(Exception):  # of a save that failed, which was told
+                self._saver.close()
+            self._saver = None
+
+    def _open_saver(self) -> ocp.AsyncCheckpointer:
+        if self._saver is None:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            for path in self.folder.glob("[0-9]*") if jax.process_index() == 0 else ():
                 if not (path / CHECKSUMS).exists():
                     shutil.rmtree(path)
-            self._manager = ocp.CheckpointManager(
-                self.folder,
-                options=ocp.CheckpointManagerOptions(enable_async_checkpointing=False, create=True),
-                item_handlers=_handlers(),
-            )
-        return self._manager
+                elif int(path.name) in self._damaged:  # kept for whoever wants to know what happened
+                    _set_aside(path)
+            self._damaged.clear()
+            options = ocp.options.AsyncOptions(timeout_secs=WRITING_SECONDS)
+            self._saver = ocp.AsyncCheckpointer(ocp.CompositeCheckpointHandler(**_handlers()), async_options=options)
+        return self._saver
+
+    def _completed(self) -> int | None:
+        """The step that was completed last; None if none ever was, -1 where that cannot be told."""
+        try:
+            return int((self.folder / NEWEST).read_text())
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError):
+            return -1
 
     def _read(self, step: int, **items: Any) -> Mapping[str, Any]:
         with ocp.Checkpointer(ocp.CompositeCheckpointHandler(**_handlers())) as reader:
@@ -192,9 +301,30 @@ def _signature(leaf: Any) -> str:
 def _write_checksums(folder: Path) -> None:
     files = sorted(path for path in folder.rglob("*") if path.is_file())
     digests = {path.relative_to(folder).as_posix(): _digest(path) for path in files}
-    unfinished = folder / f"{CHECKSUMS}.tmp"
-    unfinished.write_text(json.dumps(digests, indent=1))
-    os.replace(unfinished, folder / CHECKSUMS)
+    _write_whole(folder / CHECKSUMS, json.dumps(digests, indent=1))
+
+
+def _write_whole(path: Path, text: str) -> None:
+    """On the disk, not only in the system's memory, before it takes the place of the old one."""
+    unfinished = path.with_name(f"{path.name}.tmp")
+    with unfinished.open("w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(unfinished, path)
+
+
+def _remove(folder: Path) -> None:
+    (folder / CHECKSUMS).unlink()  # first, so that what is half removed does not count
+    shutil.rmtree(folder)
+
+
+def _set_aside(folder: Path) -> None:
+    number, aside = 1, folder.with_name(f"damaged-{folder.name}")
+    while aside.exists():
+        number += 1
+        aside = folder.with_name(f"damaged-{folder.name}-{number}")
+    folder.rename(aside)
 
 
 def _digest(path: Path) -> str:

@@ -18,9 +18,10 @@ from jaxrl_llm.data import PromptBatch, PromptData
 from jaxrl_llm.errors import UserError, nearest
 from jaxrl_llm.loading import Inputs
 from jaxrl_llm.metrics import finite_number
+from jaxrl_llm.peers import Peers
 from jaxrl_llm.rewards import RewardSet, Scores, pooled
 from jaxrl_llm.samplers import Sampled, Sampler, environment_of
-from jaxrl_llm.sharding import Layout
+from jaxrl_llm.sharding import Layout, fetch
 from jaxrl_llm.timers import Timers
 from jaxrl_llm.types import Batch, Params, check_batch
 
@@ -154,11 +155,11 @@ class Collector:
     def _write(
         self, reward: Compiled, sampled: Sampled, scored: Sequence[Scores], greedy: Batch | None
     ) -> tuple[Batch, Scores]:
-        check_batch(sampled.batch, n=sampled.batch.n, vocab_size=self._vocab_size)
+        check_batch(fetch(sampled.batch), n=sampled.batch.n, vocab_size=self._vocab_size)
         whole = Scores.join(scored)
         batch = reward(sampled.batch, *self._layout.put_rows((whole.scores, whole.valid)), greedy)
         # What has failed on the devices is out of the host's statistics as well: JAX rewards, a greedy response's.
-        valid, others = jax.device_get((batch.row_valid, None if greedy is None else greedy.row_valid))
+        valid, others = fetch((batch.row_valid, None if greedy is None else greedy.row_valid))
         lost = whole.valid & ~valid & (True if others is None else np.repeat(others, batch.n))
         failures = [f"row {row}: a JAX reward's score is not finite" for row in np.flatnonzero(lost)]
         return batch, dataclasses.replace(whole, valid=valid, failures=[*whole.failures, *failures])
@@ -173,7 +174,7 @@ class Collector:
     def _metric(self, collected: Collected, name: str, key: str) -> np.ndarray:
         """float64 [G, n] of the raw scores; NaN where a row has none. Nothing that shapes the reward is in it."""
         batch = collected.batch
-        scores, scored, valid = jax.device_get((batch.scores, batch.scores_mask, batch.row_valid))
+        scores, scored, valid = fetch((batch.scores, batch.scores_mask, batch.row_valid))
         names = self._rewards.names
         extras = collected.scored.extras
         if name == "score":
@@ -235,9 +236,16 @@ def open_rewards(config: Config, inputs: Inputs) -> Inputs:
             "config.reward.functions = (): must be given: at least one reward, by name or as module:function (or a "
             "reward model: config.reward.model.path)"
         )
+    peers = Peers.of_run()
     others = [environment_of(config)] if config.rollout.multi_turn.environment else []
     limits: dict[str, Any] = {"timeout": settings.timeout, "memory_limit": settings.memory_limit}
-    rewards = pooled(inputs.rewards, num_workers=settings.num_workers, **limits, others=others)
+    rewards = pooled(
+        inputs.rewards,
+        num_workers=settings.num_workers,
+        **limits,
+        others=others,
+        peers=peers if peers.count > 1 else None,
+    )
     return dataclasses.replace(inputs, rewards=rewards)
 
 

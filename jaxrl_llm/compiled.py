@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -28,6 +29,14 @@ Report = Callable[[str], None]
 SCALAR = jax.ShapeDtypeStruct((), np.int32)
 
 
+_IN_USE: weakref.WeakSet[Compiled] = weakref.WeakSet()
+
+
+def programs_in_use() -> list[Compiled]:
+    """All that this process has compiled and not thrown away, for errors that say where memory went."""
+    return list(_IN_USE)
+
+
 class Compiled:
     """A function compiled for one set of shapes, dtypes and shardings."""
 
@@ -40,14 +49,19 @@ class Compiled:
           report: told what is being compiled and how long it took.
           donate: positions of arguments whose buffers the result takes over.
         """
-        start = time.perf_counter()
-        lowered = jax.jit(fn, donate_argnums=donate, **jit).lower(*args)
-        self.executable = lowered.compile()
+        start, self.name = time.perf_counter(), name
+        try:
+            lowered = jax.jit(fn, donate_argnums=donate, **jit).lower(*args)
+            self.executable = lowered.compile()
+        except Exception as error:
+            error.add_note(f"while {name} was compiled")
+            raise
         self.out = jax.tree.map(
             lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
             lowered.out_info,
             self.executable.output_shardings,
         )
+        _IN_USE.add(self)
         report(f"compiled {name} in {time.perf_counter() - start:.1f} s")
 
     def __call__(self, *args: Any) -> Any:

@@ -253,8 +253,11 @@ class Trainer:
     log_interval: Positive
     save_interval: Count
     keep_checkpoints: Positive
+    keep_best: bool
+    best_metric: str
     export: bool
     max_skipped_updates: Positive
+    phase_timeout: NotNegative
     rollout_dump: bool
     sample_interval: Count
     samples_to_show: Count
@@ -375,6 +378,9 @@ RESUMABLE = (
     "trainer.log_interval",
     "trainer.save_interval",
     "trainer.keep_checkpoints",
+    "trainer.keep_best",
+    "trainer.best_metric",
+    "trainer.phase_timeout",
     "trainer.export",
     "trainer.rollout_dump",
     "trainer.sample_interval",

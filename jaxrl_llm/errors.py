@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import errno
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -27,6 +28,22 @@ class StorageError(Exception):
     """A checkpoint cannot be written or read. Exit code 4."""
 
     exit_code = 4
+
+
+class OutOfMemory(Exception):
+    """A device or the host has too little memory for the run. Exit code 5."""
+
+    exit_code = 5
+
+
+TRY_AGAIN = 75  # sysexits.h, EX_TEMPFAIL
+
+
+class TryAgain(BaseException):
+    """The run was stopped from outside, and the same command goes on. Exit code 75. Like KeyboardInterrupt no
+    Exception, so that nothing takes it for a failure of its own."""
+
+    exit_code = TRY_AGAIN
 
 
 @contextlib.contextmanager
@@ -86,23 +103,56 @@ def nearest_path(path: str | Path) -> str:
 INTERRUPTED = 130  # the exit code of a program that Ctrl-C ended
 
 
+FULL = (errno.ENOSPC, errno.EDQUOT)
+
+
 def exit_code(body: Callable[[], None]) -> int:
-    """Runs a command's body: 0 done, 2 user error, 3 numeric or reward abort, 4 storage, 130 interrupted (DESIGN 8)."""
+    """Runs a command's body: 0 done, 2 user error, 3 numeric or reward abort, 4 storage, 5 out of memory, 75 try again
+    (stopped from outside, or stuck), 130 interrupted (DESIGN 8). Any other exception is a bug, and goes on up."""
     try:
         body()
-    except (UserError, RunAborted, StorageError) as error:
+    except (UserError, RunAborted, StorageError, OutOfMemory) as error:
         print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    except TryAgain as error:
+        print(f"stopped: {error}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return INTERRUPTED
+    except Exception as error:
+        if is_out_of_memory(error):
+            notes = getattr(error, "__notes__", [])
+            print("\n".join([f"error: out of memory: {error}", *notes]), file=sys.stderr)
+            return OutOfMemory.exit_code
+        if isinstance(error, OSError) and error.errno in FULL:
+            print(f"error: {error}", file=sys.stderr)
+            return StorageError.exit_code
+        raise
     return 0
 
 
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether the host or a device (XLA says so by RESOURCE_EXHAUSTED) had too little memory.
+
+    >>> is_out_of_memory(MemoryError()), is_out_of_memory(ValueError("RESOURCE_EXHAUSTED"))
+    (True, False)
+    """
+    # By name: jax is not imported here. The second is the first one's name in older versions.
+    from_device = type(error).__name__ in ("JaxRuntimeError", "XlaRuntimeError")
+    return isinstance(error, MemoryError) or (from_device and "RESOURCE_EXHAUSTED" in str(error))
+
+
 def leave(code: int) -> None:
-    """Ends the process. After an interruption at once: threads that still compile can crash an orderly end."""
+    """Ends the process. After an interruption at once: threads that still compile can crash an orderly end. One of
+    several processes leaves the others first: an orderly end would wait for them, and they for it, without end."""
     sys.stdout.flush()
     sys.stderr.flush()
     if code == INTERRUPTED:
+        os._exit(code)
+    jax = sys.modules.get("jax")
+    if code and jax is not None and jax.distributed.is_initialized():
+        with contextlib.suppress(Exception):
+            jax.distributed.shutdown()  # waits for the others, but not for long (peers.py)
         os._exit(code)
     sys.exit(code)

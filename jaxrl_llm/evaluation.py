@@ -7,17 +7,17 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-import jax
 import numpy as np
 
 from jaxrl_llm.collect import start_scoring
 from jaxrl_llm.compiled import Compiled, compile_reward, compile_sampler
+from jaxrl_llm.config import Eval
 from jaxrl_llm.data import PromptData
 from jaxrl_llm.loading import Inputs
 from jaxrl_llm.metrics import finite_number
 from jaxrl_llm.rewards import RewardSet
 from jaxrl_llm.samplers import Sampler, make_sampler
-from jaxrl_llm.sharding import Layout, abstract_like
+from jaxrl_llm.sharding import Layout, abstract_like, fetch
 from jaxrl_llm.steps.phases import Program
 from jaxrl_llm.steps.sampling import Sampling
 from jaxrl_llm.types import Params
@@ -42,7 +42,7 @@ class Evaluator:
             sampled = self.sampler(view, given, step)
             scored = start_scoring(self.rewards, given, sampled)()
             batch = self.reward(sampled.batch, *self.layout.put_rows((scored.scores, scored.valid)), None)
-            scores, scored_by, valid, lengths, reasons = jax.device_get(
+            scores, scored_by, valid, lengths, reasons = fetch(
                 (batch.scores, batch.scores_mask, batch.row_valid, batch.response_length, batch.finish_reason)
             )
             n, shown = batch.n, sampled.shown
@@ -83,13 +83,18 @@ class Evaluators:
         return metrics, rows
 
 
+def sampling_ways(settings: Eval) -> list[tuple[str, int, Sampling]]:
+    """What `config.eval` asks for: of each way its mode, the responses to a prompt, and how to sample."""
+    mode = "sampled" if settings.temperature else "greedy"
+    ways = [(mode, settings.n, Sampling(temperature=settings.temperature))]
+    if settings.greedy and settings.temperature:
+        ways.insert(0, ("greedy", 1, Sampling(temperature=0.0)))
+    return ways
+
+
 def make_evaluators(program: Program, inputs: Inputs, view: Any, *, report: Callable[[str], None]) -> Evaluators:
     """What `config.eval` asks for: n responses at its temperature, and a greedy one where that is wanted as well."""
-    settings = program.config.eval
-    greedy = Sampling(temperature=0.0)
-    ways = [("sampled" if settings.temperature else "greedy", settings.n, Sampling(temperature=settings.temperature))]
-    if settings.greedy and settings.temperature:
-        ways.insert(0, ("greedy", 1, greedy))
+    ways = sampling_ways(program.config.eval)
 
     def one(mode: str, n: int, sampling: Sampling) -> Evaluator:
         name = "testing" if len(ways) == 1 else f"testing, {mode}"

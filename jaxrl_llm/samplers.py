@@ -7,7 +7,6 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-import jax
 import numpy as np
 
 from jaxrl_llm.chat import render_observation
@@ -22,7 +21,7 @@ from jaxrl_llm.records import prompt_of
 from jaxrl_llm.rewards import Reward
 from jaxrl_llm.rewards.forms import Result, call
 from jaxrl_llm.rewards.pool import RewardPool
-from jaxrl_llm.sharding import Layout
+from jaxrl_llm.sharding import Layout, fetch
 from jaxrl_llm.steps.rollout import StopRules
 from jaxrl_llm.tokenizer import response_text
 from jaxrl_llm.types import FINISH_STOP, Batch, Params
@@ -66,7 +65,7 @@ def response_texts(
     batch: Batch, tokenizer: PreTrainedTokenizerFast, stops: StopRules, stop: Sequence[str]
 ) -> list[str]:
     """The responses [B] as rewards see them: their own tokens but special ones, cut before a stop token or string."""
-    host = jax.device_get((batch.responses, batch.response_mask, batch.finish_reason, stops.ids, stops.min_new_tokens))
+    host = fetch((batch.responses, batch.response_mask, batch.finish_reason, stops.ids, stops.min_new_tokens))
     responses, mask, reasons, stop_ids, least = (np.asarray(x) for x in host)
     return [
         response_text(tokenizer, ids[own].tolist(), reason == FINISH_STOP, stop_ids, stop, int(least))
@@ -116,7 +115,7 @@ class Sampler:
         assert isinstance(self._compiled, CompiledTurns) and self._conversation is not None
         talk, compiled = self._conversation, self._compiled
         cache, state = compiled.begin(view, prompts, self._stops, step)
-        stop_ids, least = jax.device_get((self._stops.ids, self._stops.min_new_tokens))
+        stop_ids, least = fetch((self._stops.ids, self._stops.min_new_tokens))
         rows = state.length.shape[0]
         n = rows // len(given.records)
         limits = np.repeat(np.asarray(given.prompts.max_new_tokens), n)
@@ -127,7 +126,7 @@ class Sampler:
         begun, active = np.zeros(rows, np.int32), limits > 0
         truncated = np.zeros(rows, np.bool_)
         for turn in range(talk.max_turns):
-            responses, lengths, reasons = jax.device_get((state.responses, state.length, state.finish_reason))
+            responses, lengths, reasons = fetch((state.responses, state.length, state.finish_reason))
             tokens = np.zeros((rows, talk.width), np.int32)
             mask = np.zeros(tokens.shape, np.bool_)
             waiting = []

@@ -79,13 +79,16 @@ class SftRun(SupervisedRun):
         return Batch(**found)
 
 
-def sft(config: Config, workdir: str | Path | None = None) -> SftRun:
+def sft(config: Config, workdir: str | Path | None = None, **how: Any) -> SftRun:
     """A supervised run of `config`: iterate over it for (metrics, batch) of each step, as over `fit`'s.
+
+    Args:
+      how: see `Run`.
 
     Raises:
       UserError: something in the config, the data, a model or the folder is wrong; before the first step.
     """
-    return SftRun(config, workdir)
+    return SftRun(config, workdir, **how)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

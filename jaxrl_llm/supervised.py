@@ -6,15 +6,14 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-import jax
 import numpy as np
 
 from jaxrl_llm.command_line import make_parser, parse_args
 from jaxrl_llm.compiled import Compiled, CompiledTraining, compile_training
-from jaxrl_llm.config import Config
 from jaxrl_llm.data import PromptBatch
 from jaxrl_llm.errors import exit_code
 from jaxrl_llm.evaluation import Evaluators
+from jaxrl_llm.guard import run_guarded
 from jaxrl_llm.loading import Inputs
 from jaxrl_llm.sharding import abstract_like
 from jaxrl_llm.steps.step import ACTOR
@@ -66,7 +65,7 @@ class SupervisedRun(Run):
         with timer("update_actor"):
             updated = self._train("actor", self._training, batch, number)
         self.step, self._cursor = self.step + 1, given.cursor
-        done = jax.device_put(np.int32(self.step), self._layout.replicated)
+        done = self._layout.put_whole(np.int32(self.step))
         self._state = self._state.replace(step=done)
         prompt_tokens, response_tokens = int(np.sum(host.prompt_mask)), int(np.sum(host.response_mask))
         metrics = host_metrics({}, {"actor": updated}, prefix={"actor": "train"}) | {
@@ -78,16 +77,12 @@ class SupervisedRun(Run):
         return Stepped(metrics, batch, given, [], None)
 
 
-def command(
-    name: str, about: str, start: Callable[[Config, str | Path | None], Run], argv: Sequence[str] | None
-) -> int:
+def command(name: str, about: str, start: Callable[..., Run], argv: Sequence[str] | None) -> int:
     """Runs `python -m jaxrl_llm.NAME` to its end; the exit code, see `errors.exit_code`."""
 
     def body() -> None:
         config, args = parse_args(make_parser(name, about), sys.argv[1:] if argv is None else argv)
-        with start(config, args.workdir) as run:
-            for _ in run:
-                pass
+        run_guarded(start, config, args)
         print(f"done: {Path(args.workdir)}; next: python -m jaxrl_llm.export {args.workdir} FOLDER")
 
     return exit_code(body)

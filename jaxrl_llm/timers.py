@@ -13,24 +13,30 @@ import numpy as np
 from jaxrl_llm.metrics import variance_proxy
 from jaxrl_llm.steps.step import prefixed
 from jaxrl_llm.steps.update import summarize
+from jaxrl_llm.watchdog import Watchdog
 
 Metrics = dict[str, float]
 
 
 class Timers:
-    """Seconds by phase. `with timer("gen") as wait:` measures until what `wait` was given is really there."""
+    """Seconds by phase. `with timer("gen") as wait:` measures until what `wait` was given is really there; a phase
+    that takes too long is the watchdog's."""
 
-    def __init__(self) -> None:
+    def __init__(self, watchdog: Watchdog | None = None) -> None:
         self.seconds: dict[str, float] = {}
+        self.phase = ""  # that is running, or that an exception ended
+        self._watchdog = watchdog or Watchdog()
 
     def reset(self) -> None:
         self.seconds = {}
 
     @contextlib.contextmanager
     def __call__(self, phase: str) -> Iterator[Any]:
-        start = time.perf_counter()
-        yield jax.block_until_ready
+        outer, self.phase, start = self.phase, phase, time.perf_counter()
+        with self._watchdog.phase(phase):
+            yield jax.block_until_ready
         self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - start
+        self.phase = outer
 
 
 def host_metrics(metrics: Any, updated: dict[str, list[Any]], prefix: Mapping[str, str] | None = None) -> Metrics:

@@ -6,6 +6,7 @@ compiled before the first step (compiled.py).
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import warnings
 from collections.abc import Iterator, Mapping
@@ -18,53 +19,47 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxrl_llm.checkpoint import Checkpoints
 from jaxrl_llm.collect import Collector, open_rewards, try_out
 from jaxrl_llm.compiled import Compiled, CompiledTraining, compile_step
-from jaxrl_llm.config import Config, notices, resume_differences, to_json
-from jaxrl_llm.curriculum import Curriculum
-from jaxrl_llm.data import PromptBatch, PromptData
-from jaxrl_llm.errors import RunAborted, StorageError, UserError
+from jaxrl_llm.config import Config
+from jaxrl_llm.data import PromptBatch
+from jaxrl_llm.errors import OutOfMemory, RunAborted, StorageError, TryAgain, UserError, is_out_of_memory
 from jaxrl_llm.evaluation import Evaluators, make_evaluators
-from jaxrl_llm.loading import (
-    Inputs,
-    abstract_state,
-    build_program,
-    frozen_base,
-    initial_state,
-    load_inputs,
-    make_layout,
-    ordinary_policy,
-)
+from jaxrl_llm.guard import Guard
+from jaxrl_llm.health import why_stop
+from jaxrl_llm.input_notes import input_notes
+from jaxrl_llm.loading import Inputs, build_program, load_inputs, make_layout, ordinary_policy
+from jaxrl_llm.memory import explain
 from jaxrl_llm.metrics import extras_metrics, timing_metrics
 from jaxrl_llm.models.hf_export import export_policy
-from jaxrl_llm.models.lora import count
 from jaxrl_llm.order import epoch_steps
-from jaxrl_llm.repeats import repeat_notices
+from jaxrl_llm.peers import Peers
+from jaxrl_llm.resume import Keeper
 from jaxrl_llm.reward_scorer import RewardScorer, make_scorer
 from jaxrl_llm.rewards import Scores
 from jaxrl_llm.samplers import make_sampler
 from jaxrl_llm.samples import rollout_rows, sample_rows
-from jaxrl_llm.sharding import abstract_like
+from jaxrl_llm.sharding import abstract_like, fetch
 from jaxrl_llm.steps.phases import Program
 from jaxrl_llm.timers import Timers, host_metrics
 from jaxrl_llm.types import Batch, RunState
-from jaxrl_llm.writers import RunWriter, check_loggers, machine_facts, previous_config
+from jaxrl_llm.writers import RunWriter, SilentWriter, check_loggers, machine_facts
 
 Metrics = dict[str, float]
 
 
-def fit(config: Config, workdir: str | Path | None = None) -> Run:
+def fit(config: Config, workdir: str | Path | None = None, **how: Any) -> Run:
     """A run of `config`: iterate over it for (metrics, batch) of each step.
 
     Args:
       workdir: where config.json, metrics.jsonl, samples and checkpoints go; a folder that holds a run resumes it. None
         keeps nothing but what is yielded.
+      how: see `Run`.
 
     Raises:
       UserError: something in the config, the data, a model or the folder is wrong; before the first step.
     """
-    return Run(config, workdir)
+    return Run(config, workdir, **how)
 
 
 class Stepped(NamedTuple):
@@ -83,22 +78,34 @@ class Run:
     Closing it, or leaving the loop early, leaves the state after the last step, which `state()` copies.
     """
 
-    def __init__(self, config: Config, workdir: str | Path | None = None) -> None:
+    def __init__(
+        self,
+        config: Config,
+        workdir: str | Path | None = None,
+        *,
+        strict_resume: bool = False,
+        guard: Guard | None = None,
+    ) -> None:
+        """
+        Args:
+          strict_resume: whether a damaged checkpoint is an error, instead of the newest good one being taken.
+          guard: of a command: signals that ask the run to stop, and a watchdog over its phases.
+        """
         check_loggers(config)
-        self.config = config
+        self.config, self._guard = config, guard or Guard()
+        self._timers = Timers(self._guard.watchdog)
         self._workdir = None if workdir is None else Path(workdir)
         if self._workdir and self._workdir.exists() and not self._workdir.is_dir():
             raise UserError(f"--workdir {workdir}: is a file; expected a folder, or nothing yet")
-        self._writer, self._checkpoints = None, None
-        self._inputs = load_inputs(config, check=self._check_record)
-        try:
-            self._start(workdir)
-        except BaseException as error:
-            self.close(error)
-            raise
+        self._writer: RunWriter | None = None
+        self._keeper, self._evaluator, self._peers = None, None, Peers.of_run()
+        with self._timers("start"):
+            self._inputs = load_inputs(config, check=self._check_record)
+            with self._closed_by_errors():
+                self._start(workdir, strict_resume)
         self._steps = self._run()
 
-    def _start(self, workdir: str | Path | None) -> None:
+    def _start(self, workdir: str | Path | None, strict_resume: bool) -> None:
         """All that comes before the first step. The rewards' workers start up while models are read."""
         config = self.config
         self._inputs = self._open_rewards()
@@ -110,26 +117,28 @@ class Run:
         self._scorer, self._inputs = self._make_scorer()
         self._program = self._make_program()
         self._try_out()
-        self._checkpoints, changed = self._open_checkpoints(workdir)
-        resumed = self._checkpoints.latest_step() if self._checkpoints else None
-        self._curriculum = self._make_curriculum()
-        self._state, self._cursor = self._restore(resumed)
+        self._keeper = keeper = Keeper(config, self._workdir, strict=strict_resume)
+        self._state, self._cursor, self._curriculum = keeper.restore(self._program, self._inputs)
         try_out(self._inputs)
         if self._scorer:
             self._scorer.load()
         self.step = int(self._state.step)
         # Opened last: a start that fails leaves the folder as it was.
-        last = -1 if resumed is None else resumed
         if workdir:
-            machine = machine_facts()
-            self._writer = RunWriter(workdir, config, total_steps=self.total_steps, resumed_step=last, machine=machine)
+            self._peers.share(None)  # nobody writes before everybody has read what the folder holds
+            given: dict[str, Any] = {
+                "total_steps": self.total_steps,
+                "resumed_step": -1 if keeper.step is None else keeper.step,
+                "unfinished": keeper.pending is not None,
+                "machine": machine_facts(),
+            }
+            silent = SilentWriter(config, self.total_steps)
+            self._writer = RunWriter(workdir, config, **given) if self._peers.first else silent
+            self._guard.watchdog.tell = self._writer.stuck
         self._told_of_failures = False
         self._note_inputs()
-        if resumed is not None:
-            self._note(f"resumed from step {resumed}")
-        for line in changed:
+        for line in keeper.notes:
             self._note(line)
-        self._timers = Timers()
         if self.step < self.total_steps:
             if self._scorer:
                 self._scorer.compile(self._note)
@@ -171,7 +180,7 @@ class Run:
                 moved = phases.update_reference(state.reference, self._state.actor.params, np.int32(self.step + 1))
                 self._state = self._state.replace(reference=wait(moved))
         self.step, self._cursor, self._curriculum = self.step + 1, given.cursor, collected.curriculum
-        done = jax.device_put(np.int32(self.step), self._layout.replicated)
+        done = self._layout.put_whole(np.int32(self.step))
         self._state = self._state.replace(kl_coef=kl_coef, step=done)
         extras = [extras for extras, valid in zip(scored.extras, scored.valid, strict=True) if valid]
         numbers = host_metrics(metrics, updated) | extras_metrics(extras) | collected.metrics
@@ -194,28 +203,42 @@ class Run:
     # The run
 
     def _run(self) -> Iterator[tuple[Metrics, Batch]]:
-        config = self.config
-        try:
+        config, keeper = self.config, self._keeper
+        assert keeper is not None
+        with self._closed_by_errors():
             if self.step == 0 and config.eval.before and self._evaluator:
                 self._write(0, self._evaluate())
+            if keeper.pending is not None:
+                self._write(self.step, self._finished(keeper.pending))
+            self._guard.signals.stepping, unfinished, asked = True, None, ""
             while self.step < self.total_steps:
+                keeper.poll()
+                if asked := asked or self._asked_to_stop():
+                    self._stop(asked, unfinished)
                 self._timers.reset()
                 with self._timers("step"):
                     stepped = self._step()
                     metrics, last = stepped.metrics, self.step == self.total_steps
-                    broken = self._why_stop(stepped)
-                    if not broken and (_due(self.step, config.eval.interval) or (last and config.eval.after)):
+                    broken = why_stop(config, metrics, stepped.scored, self._state)
+                    # Who stops a run gives it little time: it is for saving.
+                    asked = self._asked_to_stop()
+                    hurried = bool(asked) and not last
+                    evaluate = not broken and (_due(self.step, config.eval.interval) or (last and config.eval.after))
+                    if evaluate and not hurried:
                         metrics |= self._evaluate()
                     save = config.trainer.save_interval
-                    if not broken and (_due(self.step, save) or (last and save)):
+                    if not (broken or hurried) and (_due(self.step, save) or (last and save)):
                         with self._timers("save_checkpoint"):
-                            self._save()
+                            self._save(metrics)
+                            if last:
+                                keeper.wait()
                 metrics |= timing_metrics(
                     self._timers.seconds,
                     total_tokens=int(metrics["perf/total_num_tokens"]),
                     response_tokens=int(metrics["perf/response_tokens"]),
                     n_devices=self._layout.mesh.size,
                 )
+                unfinished = metrics if evaluate and hurried else None
                 self._show(stepped)
                 self._write(self.step, metrics)
                 if last and config.trainer.export and not broken:
@@ -223,10 +246,47 @@ class Run:
                 if broken:
                     raise RunAborted(f"step {self.step}: {broken}")
                 yield metrics, stepped.batch
-        except BaseException as error:
-            self.close(error)
-            raise
         self.close()
+
+    def _asked_to_stop(self) -> str:
+        """The signal that any of the run's processes has received, "" if none has; all of them must ask."""
+        return next(filter(None, self._peers.share(self._guard.signals.received)), "")
+
+    def _stop(self, signal: str, unfinished: Metrics | None) -> None:
+        """Ends the run since a signal asked for it.
+
+        Args:
+          unfinished: the metrics of the last step, if it was still to be evaluated.
+        """
+        assert self._keeper is not None
+        kept = "no checkpoint is kept (trainer.save_interval = 0)"
+        if self.config.trainer.save_interval and self._workdir:
+            with self._timers("save_checkpoint"):
+                self._save({}, unfinished)
+                self._keeper.wait()
+            kept = "it is saved; the same command goes on"
+        raise TryAgain(f"{signal}: after step {self.step} of {self.total_steps}; {kept}")
+
+    def _finished(self, metrics: Metrics) -> Metrics:
+        """The metrics of the step before a run was stopped, with those of its evaluation."""
+        assert self._keeper is not None
+        evaluated = self._evaluate()
+        self._keeper.consider(self.step, evaluated)
+        return metrics | evaluated
+
+    @contextlib.contextmanager
+    def _closed_by_errors(self) -> Iterator[None]:
+        """Whatever ends the run closes it; where memory ran out, the error says what needed it."""
+        try:
+            yield
+        except BaseException as error:
+            ended = error
+            if is_out_of_memory(error):
+                ended = OutOfMemory(explain(self.config, self._timers.phase, error))
+            self.close(ended)
+            if ended is error:
+                raise
+            raise ended from error
 
     def __iter__(self) -> Self:
         return self
@@ -243,14 +303,27 @@ class Run:
         self.close(error)
 
     def close(self, error: BaseException | None = None) -> None:
-        """Ends the rewards' workers and closes the run's files, which say how it ended (by `error`, if there was one);
-        the state stays."""
+        """Ends the rewards' workers, waits for a checkpoint that is being written, and closes the run's files, which
+        say how it ended (by `error`, if there was one); the state stays.
+
+        Raises:
+          StorageError: the checkpoint could not be written, and there was no other error.
+        """
         self._inputs.rewards.close()
-        if self._writer:
-            writer, self._writer = self._writer, None
-            writer.close(error)
-        if self._checkpoints:
-            self._checkpoints.close()
+        failed = None
+        with self._guard.watchdog.phase("close"):
+            try:
+                if self._keeper:
+                    self._keeper.close()
+            except StorageError as failure:
+                failed = failure
+                if error is not None:
+                    self._note(str(failure))
+            if self._writer:
+                writer, self._writer = self._writer, None
+                writer.close(error or failed)
+        if failed and error is None:
+            raise failed
 
     def state(self) -> RunState:
         """A copy of the state after the last whole step (the live one's buffers are donated to the next)."""
@@ -273,38 +346,9 @@ class Run:
     def _try_out(self) -> None:
         """Finds out what is wrong with the records, beside what `load_inputs` does, before anything is written."""
 
-    def _open_checkpoints(self, workdir: str | Path | None) -> tuple[Checkpoints | None, list[str]]:
-        """The checkpoints, and how the configuration differs from that of the run in the folder."""
-        if workdir is None:
-            return None, []
-        before, changed = previous_config(workdir), []
-        if before is not None:
-            changed, refused = resume_differences(before, self.config)
-            if refused:
-                lines = "\n  ".join(refused)
-                raise UserError(f"{workdir} holds a run with another configuration; use another --workdir:\n  {lines}")
-        return Checkpoints(Path(workdir) / "checkpoints", keep=self.config.trainer.keep_checkpoints), changed
-
-    def _restore(self, step: int | None) -> tuple[RunState, int]:
-        if step is None or self._checkpoints is None:
-            return initial_state(self._program, self._inputs), 0
-        state = abstract_state(self._program)
-        state, meta = self._checkpoints.restore(state, step)
-        if self._curriculum is not None:
-            try:
-                self._curriculum = self._curriculum.with_json(meta["curriculum"])
-            except (KeyError, ValueError) as error:
-                where = self._workdir / "checkpoints" / str(step) if self._workdir else step
-                raise StorageError(f"{where}: does not fit the data: {error}") from error
-        return state.replace(base=frozen_base(self._program, self._inputs)), int(meta["cursor"])
-
-    def _save(self) -> None:
-        if self._checkpoints and self.step not in self._checkpoints.steps():
-            state = self._state.replace(base=None)  # what the model's folder has need not be kept again
-            meta: dict[str, Any] = {"cursor": self._cursor, "config": to_json(self.config)}
-            if self._curriculum is not None:
-                meta["curriculum"] = self._curriculum.to_json()
-            self._checkpoints.save(self.step, state, meta)
+    def _save(self, metrics: Metrics, unfinished: Metrics | None = None) -> None:
+        assert self._keeper is not None
+        self._keeper.save(self.step, self._state, self._cursor, self._curriculum, metrics, pending=unfinished)
 
     def _compile(self) -> None:
         self._note("compiling the phases (once, before the first step)")
@@ -332,23 +376,6 @@ class Run:
             return None
         return make_evaluators(self._program, self._inputs, update_weights.out, report=self._note)
 
-    def _make_curriculum(self) -> Curriculum | None:
-        settings = self.config.data.curriculum
-        if settings.sampler == "uniform":
-            return None
-        if len(self._data) < self.config.data.train_batch_size:
-            raise UserError(
-                f"config.data.curriculum.sampler = {settings.sampler!r}: draws different prompts, and there are "
-                f"{len(self._data)} for config.data.train_batch_size = {self.config.data.train_batch_size}"
-            )
-        return Curriculum.new(
-            len(self._data),
-            sampler=settings.sampler,
-            smoothing=settings.smoothing,
-            floor=settings.floor,
-            seed=self.config.seed,
-        )
-
     # After a step
 
     def _evaluate(self) -> Metrics:
@@ -359,23 +386,6 @@ class Run:
         if self._writer and self.config.eval.responses:
             self._writer.evaluation(self.step, rows)
         return metrics
-
-    def _why_stop(self, stepped: Stepped) -> str:
-        """Why the run cannot learn any more; "" if it can."""
-        ratio, most = stepped.metrics.get("reward/failed_ratio", 0.0), self.config.reward.max_failed_ratio
-        if stepped.scored and (ratio == 1 or ratio > most):
-            failures = stepped.scored.failures
-            first = failures[0] if failures else "a JAX reward's score was not finite"
-            where = "every response" if ratio == 1 else f"{ratio:.0%} of the responses (reward.max_failed_ratio={most})"
-            return f"the reward failed on {where}; the first failure:\n{first}"
-        for role, trained in (("actor", self._state.actor), ("critic", self._state.critic)):
-            skipped = int(trained.skipped) if trained else 0
-            if skipped >= self.config.trainer.max_skipped_updates:
-                return (
-                    f"{skipped} updates of the {role} in a row had a non-finite loss or gradient; "
-                    "the parameters are those before them"
-                )
-        return ""
 
     def _show(self, stepped: Stepped) -> None:
         _, batch, given, texts, scored = stepped
@@ -400,38 +410,32 @@ class Run:
         if self._workdir is None:
             return
         folder = self._workdir / "model"
-        if folder.exists():  # of this run, when it was shorter
-            shutil.rmtree(folder)
-        export_policy(folder, ordinary_policy(self._program, self._inputs, self._state), self._inputs.folder)
+        policy = ordinary_policy(self._program, self._inputs, self._state)
+        policy = fetch(policy) if self._peers.count > 1 else policy
+        if self._peers.first:
+            if folder.exists():  # of this run, when it was shorter
+                shutil.rmtree(folder)
+            export_policy(folder, policy, self._inputs.folder)
         self._note(f"model: {folder}")
 
     def _write(self, step: int, metrics: Metrics) -> None:
         if self._writer and metrics:
-            self._writer.step(step, metrics)
+            with self._guard.watchdog.phase("write"):
+                self._writer.step(step, metrics)
 
     def _note(self, text: str) -> None:
+        self._guard.watchdog.alive()  # to compile every program may take long, to compile one may not
         if self._writer:
             self._writer.note(text)
 
     def _note_inputs(self) -> None:
-        sources = [data for data in (self._data, self._inputs.held_out) if data]
-        skipped = [notice for data in sources for notice in data.skip_notices()]
-        for notice in [*notices(self.config), *skipped]:
+        warned, told = input_notes(self.config, self._inputs, self._program, self._state)
+        for notice in warned:
             if self._writer is None:  # nobody reads notes then, in a notebook for instance
                 warnings.warn(notice, stacklevel=4)
             self._note(f"notice: {notice}")
-
-        def size(data: PromptData) -> str:
-            return f"{len(data)}" + (f" ({data.dropped} more dropped as too long)" if data.dropped else "")
-
-        found = [notice for data in sources for notice in data.notices()]
-        for notice in [*found, *repeat_notices(self._data, self._inputs.held_out)]:
-            self._note(f"notice: {notice}")
-        if self._program.actor.frozen:
-            trained, whole = (count(p) for p in (self._state.actor.params, self._state.base))
-            self._note(f"LoRA: {trained:,} parameters are trained, {whole:,} are frozen")
-        held_out = f", {size(self._inputs.held_out)} to evaluate on" if self._inputs.held_out else ""
-        self._note(f"{size(self._data)} prompts of at most {self._data.longest} tokens{held_out}")
+        for text in told:
+            self._note(text)
 
 
 def _due(step: int, interval: int) -> bool:

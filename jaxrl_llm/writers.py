@@ -17,7 +17,7 @@ from typing import Any, Self
 import numpy as np
 
 from jaxrl_llm.config import Config, from_json, to_json
-from jaxrl_llm.errors import StorageError, UserError
+from jaxrl_llm.errors import StorageError, TryAgain, UserError
 from jaxrl_llm.loggers import STATE, Logger, check_loggers, open_loggers
 from jaxrl_llm.progress import make_display
 from jaxrl_llm.report import write_report
@@ -93,6 +93,7 @@ class RunWriter:
         *,
         total_steps: int,
         resumed_step: int = -1,
+        unfinished: bool = False,
         machine: Mapping[str, str] | None = None,
     ):
         """
@@ -100,6 +101,7 @@ class RunWriter:
           workdir: made if it is not there.
           total_steps: of the run.
           resumed_step: the last step that counts of what the folder holds; -1 if nothing does.
+          unfinished: whether that step's line of metrics.jsonl is still to be written.
           machine: `machine_facts()`, for the report.
 
         Raises:
@@ -113,8 +115,8 @@ class RunWriter:
             self.workdir.mkdir(parents=True, exist_ok=True)
             earlier = _set_aside(self.workdir) if resumed_step < 0 else None
             replace_file(self.workdir / "config.json", to_json(config) + "\n")
-            for name in ("metrics.jsonl", "samples.jsonl"):
-                keep_steps(self.workdir / name, resumed_step)
+            keep_steps(self.workdir / "metrics.jsonl", resumed_step - unfinished)
+            keep_steps(self.workdir / "samples.jsonl", resumed_step)
             for path in [*self.workdir.glob("rollouts/*.jsonl"), *self.workdir.glob("evaluations/*.jsonl")]:
                 if int(path.stem) > resumed_step:
                     path.unlink()
@@ -183,6 +185,10 @@ class RunWriter:
         self._event("note", text=text)
         self._display.note(text)
 
+    def stuck(self, why: str) -> None:
+        """The process is about to end (watchdog.py), with no time for more than this."""
+        self._event("end", step=self._last, outcome="aborted", why=why)
+
     def close(self, error: BaseException | None = None) -> None:
         """Ends the run's files and says what came of it; a second call does nothing.
 
@@ -194,8 +200,8 @@ class RunWriter:
         self._ended = True
         done = self._last >= self._total_steps and error is None
         # Who leaves the loop, or presses Ctrl-C, stops a run; anything else breaks it.
-        stopped = error is None or isinstance(error, KeyboardInterrupt | GeneratorExit)
-        why = "" if done or stopped else f"{type(error).__name__}: {error}"
+        stopped = error is None or isinstance(error, KeyboardInterrupt | GeneratorExit | TryAgain)
+        why = str(error) if isinstance(error, TryAgain) else "" if stopped else f"{type(error).__name__}: {error}"
         outcome = "done" if done else "stopped" if stopped else "aborted"
         summary: list[str] = []
         try:
@@ -245,7 +251,7 @@ class RunWriter:
             lines.append(f"the reward failed on {failed:.1%} of the responses in training (events.jsonl tells why)")
         if self._config.logging.report:
             lines.append(f"report: {self.workdir / 'report.html'}")
-        steps = [int(path.name) for path in self.workdir.glob("checkpoints/*") if path.name.isdigit()]
+        steps = [int(path.parent.name) for path in self.workdir.glob("checkpoints/[0-9]*/checksums.json")]
         if steps:
             lines.append(f"checkpoint: {self.workdir / 'checkpoints' / str(max(steps))}")
             if not done:
@@ -253,6 +259,34 @@ class RunWriter:
             elif self._config.data.eval:
                 lines.append(f"next: python -m jaxrl_llm.evaluate --run {run}")
         return lines
+
+
+class SilentWriter(RunWriter):
+    """What every process of a run but the first has: it wants what the first one's wants, and writes nothing."""
+
+    def __init__(self, config: Config, total_steps: int):
+        self._config, self._total_steps = config, total_steps
+
+    def step(self, step: int, metrics: Mapping[str, Any]) -> None:
+        pass
+
+    def samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        pass
+
+    def rollouts(self, step: int, rows: Iterable[Mapping[str, Any]]) -> None:
+        pass
+
+    def evaluation(self, step: int, rows: Iterable[Mapping[str, Any]]) -> None:
+        pass
+
+    def note(self, text: str) -> None:
+        pass
+
+    def stuck(self, why: str) -> None:
+        pass
+
+    def close(self, error: BaseException | None = None) -> None:
+        pass
 
 
 def _scores(row: Mapping[str, Any]) -> str:

@@ -210,7 +210,7 @@ def scored() -> dict[str, Any]:
         scorer.load()
         scorer.compile(no_report)
         rows = scorer([""] * len(pairs), [pair["chosen"] for pair in pairs], pairs)
-        found[mesh] = {"scores": [row["score"] for row in rows], "placed": shard_shapes(scorer._params)}
+        found[mesh] = {"scores": [row["score"] for row in rows], "placed": shard_shapes(scorer.params)}
     return found
 
 

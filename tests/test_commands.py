@@ -82,7 +82,7 @@ def test_train_writes_a_run_and_resumes_it(command: Any, recipe: Path, run: Path
     assert "resumed from step 2" in ran.out and "compiling the phases" in ran.out and "step 3/3" in ran.out
     assert f"done: {folder} holds metrics.jsonl" in ran.out
     assert [line["step"] for line in read_jsonl(folder / "metrics.jsonl")] == [0, 1, 2, 3]
-    assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == ["2", "3"]
+    assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == ["2", "3", "newest"]
 
 
 def test_train_names_a_folder_itself(
@@ -168,8 +168,19 @@ def test_train_tells_storage_errors_with_4(command: Any, recipe: Path, run: Path
     shutil.copytree(run, damaged)
     victim = max((damaged / "checkpoints" / "2").rglob("*"), key=lambda path: path.stat().st_size * path.is_file())
     victim.write_bytes(victim.read_bytes()[:-1])
-    ran = command(train.main, f"--config={recipe}", f"--workdir={damaged}", "--config.trainer.steps=3")
+    options = [f"--config={recipe}", f"--workdir={damaged}", "--config.trainer.steps=3"]
+    ran = command(train.main, *options, "--strict_resume")
     assert ran.code == 4 and "wrong checksum" in ran.err and victim.name in ran.err
+    assert "step 1 is whole; without --strict_resume the run goes on from step 1" in ran.err
+    ran = command(train.main, *options, "--config.logging.progress=plain")
+    assert ran.code == 0 and "a checkpoint is damaged" in ran.out and victim.name in ran.out
+    assert "resumed from step 1" in ran.out
+    assert [line["step"] for line in read_jsonl(damaged / "metrics.jsonl")] == [0, 1, 2, 3]
+    assert (damaged / "checkpoints" / "damaged-2").is_dir()
+    for path in (damaged / "checkpoints").glob("[0-9]*/meta/*"):
+        path.unlink()
+    ran = command(train.main, *options)
+    assert ran.code == 4 and "nothing is left to go on from" in ran.err
 
 
 # evaluate

@@ -60,7 +60,7 @@ def differ(a: Any, b: Any) -> bool:
 def test_a_run_fills_its_folder(either: Watched) -> None:
     assert [line["step"] for line in either.lines()] == [0, 1, 2, 3, 4]
     assert sorted(path.name for path in (either.folder / "rollouts").iterdir()) == [f"{i}.jsonl" for i in (1, 2, 3, 4)]
-    assert sorted(path.name for path in (either.folder / "checkpoints").iterdir()) == ["2", "4"]
+    assert sorted(path.name for path in (either.folder / "checkpoints").iterdir()) == ["2", "4", "newest"]
     assert {row["step"] for row in read_jsonl(either.folder / "samples.jsonl")} == {1, 2, 4}
     assert json.loads((either.folder / "config.json").read_text())["trainer"]["steps"] == 4
     for line, metrics in zip(either.lines()[1:], either.metrics, strict=True):

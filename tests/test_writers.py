@@ -338,6 +338,8 @@ def test_the_last_lines_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[s
     known = {"val-aux/sums/reward/low95": 0.62, "val-aux/sums/reward/high95": 0.79}
     folder = tmp_path / "a run"
     (folder / "checkpoints" / "10").mkdir(parents=True)
+    (folder / "checkpoints" / "12").mkdir()  # of a save that was interrupted
+    (folder / "checkpoints" / "10" / "checksums.json").touch()
     with open_run(folder, progress="plain", eval_data=("e.jsonl",)) as run:
         run.step(0, score)
         run.step(10, score | {"val-core/sums/reward/mean@1": 0.71} | known)

@@ -103,6 +103,8 @@ def _watch(name: str, config: Config) -> Watched:
             watched.metrics.append(metrics)
             watched.states.append(on_host(run))
             if run.step == 3:
+                assert run._keeper
+                run._keeper.wait()  # a kill before that would cost a step more
                 shutil.copytree(folder, watched.killed)
                 with (watched.killed / "metrics.jsonl").open("a") as file:
                     file.write('{"step": 4, "critic/sc')

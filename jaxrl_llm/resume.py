@@ -1,0 +1,178 @@
+"""What a run keeps so that it can go on, and how it goes on: which checkpoint, what is in it, which one is the best."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from jaxrl_llm.checkpoint import Checkpoints
+from jaxrl_llm.config import Config, resume_differences, to_json
+from jaxrl_llm.curriculum import Curriculum
+from jaxrl_llm.errors import StorageError, UserError, nearest
+from jaxrl_llm.loading import Inputs, abstract_state, frozen_base, initial_state
+from jaxrl_llm.peers import Peers
+from jaxrl_llm.steps.phases import Program
+from jaxrl_llm.types import RunState
+from jaxrl_llm.writers import previous_config
+
+EVALUATED = r"val-core/.+/reward/mean@\d+"
+
+
+@dataclasses.dataclass(frozen=True)
+class Best:
+    """The saved step with the highest score so far."""
+
+    metric: str  # as in trainer.best_metric
+    step: int
+    score: float
+
+
+class Keeper:
+    """The checkpoints of a run, of one without a folder none."""
+
+    def __init__(self, config: Config, workdir: Path | None, *, strict: bool = False) -> None:
+        """
+        Args:
+          strict: whether a damaged checkpoint ends the run instead of the one before it being taken.
+
+        Raises:
+          UserError: the folder holds a run with another configuration.
+          StorageError: no checkpoint is whole though there were some; or one is not, and `strict`.
+        """
+        self.config, self.notes = config, list[str]()
+        self.step: int | None = None  # that the run goes on from; None: it starts
+        # The metrics of that step, whose evaluation is still to be made: a signal came, and its time was for saving.
+        self.pending: dict[str, float] | None = None
+        self.best: Best | None = None
+        self._checkpoints, self._saved = None, set[int]()
+        if workdir is None:
+            return
+        changed = _check_config(config, workdir)
+        self._checkpoints = Checkpoints(workdir / "checkpoints", keep=config.trainer.keep_checkpoints)
+        found = self._checkpoints.newest_good(strict=strict)
+        (self.step, problems), steps = Peers.of_run().share((found, self._checkpoints.steps()))[0]
+        # Not asked again of the folder, of which one process may know a little later than another.
+        self._saved = set(steps)
+        self.notes += [f"notice: a checkpoint is damaged: {problem}" for problem in problems]
+        if self.step is not None:
+            self.notes += [f"resumed from step {self.step}", *changed]
+
+    def restore(self, program: Program, inputs: Inputs) -> tuple[RunState, int, Curriculum | None]:
+        """State, data cursor and curriculum of the step to go on from, or those that a run begins with.
+
+        Raises:
+          UserError: the curriculum has too few prompts to draw from.
+          StorageError: the checkpoint is of another model, optimizer or dtype, or does not fit the data.
+        """
+        curriculum = _new_curriculum(self.config, inputs)
+        if self._checkpoints is None or self.step is None:
+            return initial_state(program, inputs), 0, curriculum
+        state, meta = self._checkpoints.restore(abstract_state(program), self.step)
+        if curriculum is not None:
+            try:
+                curriculum = curriculum.with_json(meta["curriculum"])
+            except (KeyError, ValueError) as error:
+                where = self._checkpoints.folder / str(self.step)
+                raise StorageError(f"{where}: does not fit the data: {error}") from error
+        self.pending = meta.get("pending")
+        if (best := meta.get("best")) and best["metric"] == self.config.trainer.best_metric:
+            self.best = Best(**best)
+        return state.replace(base=frozen_base(program, inputs)), int(meta["cursor"]), curriculum
+
+    def save(
+        self,
+        step: int,
+        state: RunState,
+        cursor: int,
+        curriculum: Curriculum | None,
+        metrics: Mapping[str, float],
+        *,
+        pending: Mapping[str, float] | None = None,
+    ) -> None:
+        """Begins to save a step, if it is not saved yet (`Checkpoints.save`).
+
+        Args:
+          metrics: of the step, by which the best one is found.
+          pending: these, where the step is still to be evaluated.
+        """
+        if self._checkpoints is None or step in self._saved:
+            return
+        self._saved.add(step)
+        self.consider(step, metrics)
+        meta: dict[str, Any] = {"cursor": cursor, "config": to_json(self.config)}
+        if curriculum is not None:
+            meta["curriculum"] = curriculum.to_json()
+        if pending is not None:
+            meta["pending"] = {name: value if math.isfinite(value) else None for name, value in pending.items()}
+        if self.best:
+            meta["best"] = dataclasses.asdict(self.best)
+        spare = (self.best.step,) if self.best and self.config.trainer.keep_best else ()
+        # What the model's folder has need not be kept again.
+        self._checkpoints.save(step, state.replace(base=None), meta, spare=spare)
+
+    def consider(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Takes a saved step for the best one if its score is the highest."""
+        score = best_score(metrics, self.config.trainer.best_metric)
+        if score is not None and (self.best is None or score > self.best.score):
+            self.best = Best(self.config.trainer.best_metric, step, score)
+
+    def poll(self) -> None:
+        if self._checkpoints:
+            self._checkpoints.poll()
+
+    def wait(self) -> None:
+        if self._checkpoints:
+            self._checkpoints.wait()
+
+    def close(self) -> None:
+        if self._checkpoints:
+            self._checkpoints.close()
+
+
+def best_score(metrics: Mapping[str, float], name: str) -> float | None:
+    """The metric of this name, for "" the mean over what was evaluated; None where there is no such number.
+
+    >>> best_score({"val-core/a/reward/mean@1": 0.5, "val-core/b/reward/mean@1": 1.0, "step": 3}, "")
+    0.75
+    >>> best_score({"critic/score/mean": 0.5}, "")
+
+    Raises:
+      UserError: a step that was evaluated has no metric of this name.
+    """
+    evaluated = [value for key, value in metrics.items() if re.fullmatch(EVALUATED, key)]
+    if not name:
+        found = sum(evaluated) / len(evaluated) if evaluated else None
+    else:
+        found = metrics.get(name)
+        if found is None and evaluated:
+            raise UserError(f"config.trainer.best_metric = {name!r}: no such metric; {nearest(name, metrics)}")
+    return found if found is not None and math.isfinite(found) else None
+
+
+def _check_config(config: Config, workdir: Path) -> list[str]:
+    """How the configuration differs, as it may, from that of the run in the folder."""
+    before = previous_config(workdir)
+    if before is None:
+        return []
+    changed, refused = resume_differences(before, config)
+    if refused:
+        lines = "\n  ".join(refused)
+        raise UserError(f"{workdir} holds a run with another configuration; use another --workdir:\n  {lines}")
+    return changed
+
+
+def _new_curriculum(config: Config, inputs: Inputs) -> Curriculum | None:
+    settings, size, drawn = config.data.curriculum, len(inputs.train or ()), config.data.train_batch_size
+    if settings.sampler == "uniform":
+        return None
+    if size < drawn:
+        raise UserError(
+            f"config.data.curriculum.sampler = {settings.sampler!r}: draws different prompts, and there are {size} for "
+            f"config.data.train_batch_size = {drawn}"
+        )
+    how = {"sampler": settings.sampler, "smoothing": settings.smoothing, "floor": settings.floor}
+    return Curriculum.new(size, **how, seed=config.seed)
