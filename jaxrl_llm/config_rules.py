@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from jaxrl_llm import dotted, environments
 from jaxrl_llm.errors import UserError, nearest
-from jaxrl_llm.rewards import registry
+from jaxrl_llm.rewards import REWARD_MODEL, make_rewards, registry
 
 if TYPE_CHECKING:
     from jaxrl_llm.algorithms.advantages import Estimator
@@ -223,9 +223,15 @@ def _rewards(config: Config) -> Iterator[Broken]:
     functions, model = config.reward.functions, config.reward.model
     for name in functions:
         try:
-            registry.resolve(name)
+            seconds = registry.own_deadline(registry.resolve(name))
         except UserError as error:
             yield Broken(("reward.functions",), str(error))
+            continue
+        if seconds >= config.reward.timeout and config.reward.num_workers:
+            text = (
+                f"{name!r} may take {seconds:g} s for a response by itself, and must be given more before it is killed"
+            )
+            yield Broken(("reward.timeout",), text)
     for key in ("weights", "data_sources"):
         values = getattr(config.reward, key)
         if values and len(values) != len(functions):
@@ -367,6 +373,7 @@ def _groups(config: Config) -> Iterator[Broken]:
             yield Broken(
                 (key, "trainer.epochs"), "prompts are not drawn once an epoch then; count trainer.steps instead"
             )
+    yield from _metrics(config)
     if data.curriculum.sampler != "uniform" and data.weights:
         keys = ("data.curriculum.sampler", "data.weights")
         yield Broken(keys, "both say how often a prompt is drawn; leave one of them out")
@@ -381,6 +388,27 @@ def _groups(config: Config) -> Iterator[Broken]:
         if "scores" in entry.needs:
             keys = ("reward.overlong_buffer.enable", "algorithm.estimator")
             yield Broken(keys, "this estimator reads the scores and not the rewards, which alone are shaped")
+
+
+def _metrics(config: Config) -> Iterator[Broken]:
+    """The metrics by which prompts are chosen; what stands beside a score is known once there is a response."""
+    groups, curriculum = config.algorithm.filter_groups, config.data.curriculum
+    asked = {}
+    if groups.enable:
+        asked["algorithm.filter_groups.metric"] = groups.metric
+    if curriculum.sampler != "uniform":
+        asked["data.curriculum.metric"] = curriculum.metric
+    try:
+        names = [*(make_rewards(config.reward.functions).names if config.reward.functions else ())]
+    except UserError:
+        return  # `_rewards` says so
+    names += [REWARD_MODEL] if config.reward.model.path else []
+    for key, metric in asked.items():
+        name = metric.partition("/")[0]
+        if metric != "score" and name not in names:
+            near = nearest(name, ["score", *names])
+            text = f"score, a reward's name, or NAME/KEY of what it returns; there is no reward {name!r}; {near}"
+            yield Broken((key,), text)
 
 
 def _conversation(config: Config) -> Iterator[Broken]:

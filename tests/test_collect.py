@@ -227,6 +227,11 @@ def test_a_success_is_in_0_to_1() -> None:
         ({"data__curriculum__sampler": "hard", "data__weights": (1.0,)}, "how often a prompt is drawn"),
         ({"algorithm__filter_groups__enable": True, "trainer__epochs": 1}, "once an epoch"),
         ({"reward__overlong_buffer__enable": True, "reward__overlong_buffer__len": 9}, "cannot be longer"),
+        (
+            {"algorithm__filter_groups__enable": True, "algorithm__filter_groups__metric": "digit/letters"},
+            r"filter_groups.metric = 'digit/letters': .* did you mean 'digits'\?",
+        ),
+        ({"data__curriculum__sampler": "hard", "data__curriculum__metric": "acc"}, "valid: digits, score"),
     ],
 )
 def test_rules(changes: dict[str, Any], words: str) -> None:
