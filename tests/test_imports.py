@@ -13,7 +13,17 @@ PACKAGE = Path(__file__).resolve().parents[1] / "jaxrl_llm"
 
 # Room -> what it may import of this package. A room is a folder, or a module of its own.
 BASE = {"errors"}
-CONFIG = BASE | {"config", "config_rules", "config_values", "dotted", "environments", "rewards", "algorithms"}
+CONFIG = BASE | {
+    "config",
+    "config_devices",
+    "config_roles",
+    "config_rules",
+    "config_values",
+    "dotted",
+    "environments",
+    "rewards",
+    "algorithms",
+}
 HOST = CONFIG | {
     "types",
     "tokenizer",
@@ -38,7 +48,9 @@ ALLOWED: dict[str, set[str]] = {
     "types": BASE,
     "algorithms": BASE,
     "config_values": BASE,
-    "config_rules": BASE | {"algorithms", "config", "config_values", "dotted", "environments", "rewards"},
+    "config_roles": BASE | {"algorithms", "config", "dotted"},
+    "config_devices": BASE | {"config", "config_roles"},
+    "config_rules": BASE | {"algorithms", "config", "config_roles", "dotted", "environments", "rewards"},
     "config": CONFIG,
     "command_line": CONFIG | {"peers"},
     "rewards": BASE | {"dotted"},
