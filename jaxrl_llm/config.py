@@ -391,6 +391,7 @@ RESUMABLE = (
     "reward.max_failed_ratio",
     "data.eval",
     "eval.",
+    "mesh.",
     "logging.",
 )
 

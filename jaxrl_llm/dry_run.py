@@ -1,5 +1,5 @@
-"""`python -m jaxrl_llm.train --dry_run`: everything is checked and every phase compiled, from shapes alone. No weight is
-read and nothing is written; what comes of it is what each device would hold, compute and exchange.
+"""`python -m jaxrl_llm.train --dry_run`: everything is checked and every phase compiled, from shapes alone. No weight
+is read and nothing is written; what comes of it is what each device would hold, compute and exchange.
 """
 
 from __future__ import annotations

@@ -93,9 +93,10 @@ ALLOWED: dict[str, set[str]] = {
     | {"peers", "reward_scorer", "samplers", "samples", "timers"},
     "hlo": set(),
     "dry_run": HOST | {"models", "steps", "loading", "compiled", "collect", "evaluation", "hlo", "reward_scorer"},
-    "costs": CONFIG | {"hlo", "models", "sharding", "steps", "types"},
+    "costs": CONFIG | {"models", "sharding", "steps", "types"},
+    "phase_costs": CONFIG | {"costs", "hlo", "steps"},
     "chips": BASE,
-    "plan": CONFIG | {"chips", "command_line", "costs", "hlo", "models"},
+    "plan": CONFIG | {"chips", "command_line", "costs", "models", "phase_costs"},
     "train": {"command_line", "dry_run", "errors", "guard", "trainer"},
     "evaluate": HOST
     | {"command_line", "models", "steps", "loading", "collect", "compiled", "evaluation"}
