@@ -28,7 +28,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.dry_run:
             from jaxrl_llm.dry_run import dry_run
 
-            print(dry_run(config, report=print).table(1e9 * args.device_memory if args.device_memory else None))
+            found = dry_run(config, report=print if speaks else lambda text: None)
+            if speaks:
+                print(found.table(1e9 * args.device_memory if args.device_memory else None))
             return
         from jaxrl_llm.trainer import fit  # jax is slow to import, and errors in the arguments should not wait for it
 

@@ -92,7 +92,7 @@ def measure(config: Config, shape: TransformerConfig, mesh: dict[str, int]) -> M
         f"f32[{shape.num_layers},{groups // shards},{r.prompt_length},{heads}",
         f"f32[{shape.num_layers},{groups * r.n // shards},{r.response_length},{heads}",
     ]
-    text = dict(programs)["gen"].executable.as_text()
+    text = dict(programs)["gen"].executable.as_text() or ""
     there = all(wanted in text for wanted in shapes)
     return Measured(examine(program, state, prompts, programs, view=step.update_weights.out, extra={}), there)
 

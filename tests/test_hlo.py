@@ -102,4 +102,4 @@ def test_products_are_counted_with_their_loops() -> None:
     x, w = jnp.ones((3, 16)), jnp.ones((5, 16, 16))
     text = jax.jit(f).lower(x, w).compile().as_text()
     each = 2 * 3 * 16 * 16
-    assert hlo.dot_flops(text) == (5 * each, each)
+    assert text and hlo.dot_flops(text) == (5 * each, each)
