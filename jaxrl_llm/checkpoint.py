@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import logging
 import os
 import shutil
 import threading
@@ -282,6 +283,15 @@ class Checkpoints:
             more = [f"… and {len(wrong) - SHOWN} more"] if len(wrong) > SHOWN else []
             head = f"{self.folder / str(step)}: holds another model or optimizer ({len(wrong)} leaves differ):"
             raise StorageError("\n  ".join([head, *wrong[:SHOWN], *more]))
+
+
+def _not_told_yet(record: logging.LogRecord) -> bool:
+    """Where one write fails they all do, and asyncio logs each whose outcome orbax did not ask for."""
+    text = record.getMessage()
+    return not ("never retrieved" in text and "OCDBT" in text)
+
+
+logging.getLogger("asyncio").addFilter(_not_told_yet)
 
 
 def _handlers() -> dict[str, Any]:

@@ -187,7 +187,7 @@ class Collector:
             found = [row.get(name) for row in numbers]
             values = np.array([np.nan if x is None else x for x in found])
             # Of a name that was there before, or whose function has scored nothing here, only these rows have none.
-            owner = name.rpartition("/")[0]
+            owner = name.partition("/")[0]
             asked = valid & scored[:, names.index(owner)] if owner in names else valid
             if not np.isnan(values).all():
                 self._found.add(name)

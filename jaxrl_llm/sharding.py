@@ -40,7 +40,7 @@ RULES: dict[str, str | tuple[str, ...]] = {
 def make_mesh(*, data: int, fsdp: int, tensor: int, devices: Sequence[Any] | None = None) -> Mesh:
     """The mesh of `devices` (None: all of them), whose number is data · fsdp · tensor.
 
-    Where a config may leave an axis open (−1), `config_rules.mesh_shape` decides on its size.
+    Where a config may leave an axis open (−1), `config_devices.mesh_shape` decides on its size.
 
     Raises:
       ValueError: the axes do not multiply to the number of devices.

@@ -7,9 +7,26 @@ if "xla_backend_optimization_level" not in os.environ.get("XLA_FLAGS", ""):
     os.environ["XLA_FLAGS"] = " ".join([*os.environ.get("XLA_FLAGS", "").split(), *quick.FLAGS])
 
 import jax
+import pytest
 from hypothesis import settings
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
 # The same examples every time: a check that fails, fails for everybody. No deadline: the first example compiles.
 settings.register_profile("fixed", derandomize=True, deadline=None)
 settings.load_profile("fixed")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--long", action="store_true", help="run the tests that take a minute or more as well")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--long"):
+        os.environ["JAXRL_LLM_LONG_TESTS"] = "1"  # for the processes that tests start
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not config.getoption("--long"):
+        for item in items:
+            if item.get_closest_marker("long"):
+                item.add_marker(pytest.mark.skip(reason="takes a minute or more: --long"))

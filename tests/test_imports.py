@@ -13,11 +13,22 @@ PACKAGE = Path(__file__).resolve().parents[1] / "jaxrl_llm"
 
 # Room -> what it may import of this package. A room is a folder, or a module of its own.
 BASE = {"errors"}
-CONFIG = BASE | {"config", "config_rules", "config_values", "dotted", "environments", "rewards", "algorithms"}
+CONFIG = BASE | {
+    "config",
+    "config_devices",
+    "config_roles",
+    "config_rules",
+    "config_values",
+    "dotted",
+    "environments",
+    "rewards",
+    "algorithms",
+}
 HOST = CONFIG | {
     "types",
     "tokenizer",
     "chat",
+    "control_tokens",
     "sources",
     "records",
     "order",
@@ -37,7 +48,9 @@ ALLOWED: dict[str, set[str]] = {
     "types": BASE,
     "algorithms": BASE,
     "config_values": BASE,
-    "config_rules": BASE | {"algorithms", "config", "config_values", "dotted", "environments", "rewards"},
+    "config_roles": BASE | {"algorithms", "config", "dotted"},
+    "config_devices": BASE | {"config", "config_roles"},
+    "config_rules": BASE | {"algorithms", "config", "config_roles", "dotted", "environments", "rewards"},
     "config": CONFIG,
     "command_line": CONFIG | {"peers"},
     "rewards": BASE | {"dotted"},
@@ -46,13 +59,14 @@ ALLOWED: dict[str, set[str]] = {
     "peers": BASE,
     "tasks": BASE,
     "tokenizer": BASE,
-    "chat": BASE,
+    "control_tokens": BASE,
+    "chat": BASE | {"control_tokens"},
     "source_files": BASE,
     "sources": BASE | {"dotted", "source_files"},
     "records": BASE | {"chat", "sources"},
     "order": BASE,
     "bad_records": BASE,
-    "data": BASE | {"bad_records", "chat", "dotted", "order", "records", "sources", "types"},
+    "data": BASE | {"bad_records", "chat", "control_tokens", "dotted", "order", "records", "sources", "types"},
     "repeats": {"data"},
     "exchanges": BASE | {"chat", "records", "sources"},
     "sharding": BASE | {"types"},

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import optax
 
 from jaxrl_llm.config import Actor, Config, Critic
-from jaxrl_llm.config_rules import chosen_policy_loss, loss_aggregation
+from jaxrl_llm.config_roles import chosen_policy_loss, loss_aggregation
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.models.declare import SCORE, VALUE_HEAD
 from jaxrl_llm.models.lora import declare_overlay, join, merge

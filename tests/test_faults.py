@@ -1,0 +1,461 @@
+"""What happens to runs, done to tiny ones: signals, kills, full disks, damage, bad numbers (docs/reliability.md).
+
+Faults that checkpoints alone can be put to stand in test_checkpoint.py, failing rewards in test_reward_pool.py, bad
+inputs in test_data.py, test_sources.py and test_commands.py.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxrl_llm import checkpoint, train
+from jaxrl_llm.checkpoint import Checkpoints
+from jaxrl_llm.errors import OutOfMemory, StorageError
+from jaxrl_llm.sharding import abstract_like
+from jaxrl_llm.trainer import Run, fit
+from jaxrl_llm.writers import read_jsonl
+from tests import faulty, tiny_folder, tiny_runs
+from tests.faulty import at_step, digest
+from tests.tiny_runs import GRPO, QUIET, Rows, Watched, compilations, on_host
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _compile_once() -> Iterator[None]:
+    with tiny_folder.compile_once():
+        yield
+
+
+@pytest.fixture
+def grpo() -> Watched:
+    return tiny_runs.grpo()
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Path:
+    path = tmp_path / "recipe.py"
+    path.write_text(faulty.recipe(GRPO))
+    return path
+
+
+def without_clocks(lines: Rows) -> Rows:
+    clocks = ("timing", "perf/time_per_step", "perf/throughput")
+    return [{name: value for name, value in line.items() if not name.startswith(clocks)} for line in lines]
+
+
+def assert_same_run(folder: Path, expected: Watched) -> None:
+    """Another folder holds the same run: metrics, samples, every response, and the last checkpoint, bit for bit."""
+    assert without_clocks(read_jsonl(folder / "metrics.jsonl")) == without_clocks(expected.lines())
+    for name in ("samples.jsonl", *(f"rollouts/{step}.jsonl" for step in (1, 2, 3, 4))):
+        assert (folder / name).read_bytes() == (expected.folder / name).read_bytes(), name
+    target = abstract_like(jax.tree.map(jnp.asarray, expected.states[-1]))
+    found, _ = Checkpoints(folder / "checkpoints").restore(target, 4)
+    assert digest(found) == digest(expected.states[-1])
+
+
+# 3, 5: signals
+
+
+def own_signal(number: signal.Signals) -> Any:
+    return lambda *_: os.kill(os.getpid(), number)
+
+
+@pytest.mark.parametrize(("step", "number"), [(1, signal.SIGTERM), (2, signal.SIGUSR1)])
+def test_a_signal_lets_the_step_end_and_saves(
+    grpo: Watched, recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any, step: int, number: Any
+) -> None:
+    """In the second step, which is evaluated and saved anyhow (the evaluation is made up for), and in the third."""
+    handlers = [signal.getsignal(s) for s in (signal.SIGTERM, signal.SIGUSR1)]
+    options = [f"--config={recipe}", f"--workdir={tmp_path / 'run'}"]
+    with monkeypatch.context() as patch:
+        at_step(patch, step, own_signal(number))
+        assert train.main(options) == 75
+    done = step + 1
+    assert f"stopped: {number.name}: after step {done} of 4; it is saved" in capsys.readouterr().err
+    assert [signal.getsignal(s) for s in (signal.SIGTERM, signal.SIGUSR1)] == handlers
+    assert max(Checkpoints(tmp_path / "run" / "checkpoints").steps()) == done
+    lines = read_jsonl(tmp_path / "run" / "metrics.jsonl")
+    assert [line["step"] for line in lines] == list(range(done + 1))
+    assert not any(name.startswith("val-") for name in lines[-1])
+    end = read_jsonl(tmp_path / "run" / "events.jsonl")[-1]
+    assert (end["kind"], end["step"], end["outcome"]) == ("end", done, "stopped") and number.name in end["why"]
+    assert train.main(options) == 0
+    assert_same_run(tmp_path / "run", grpo)
+
+
+def test_a_second_signal_while_it_is_saved_changes_nothing(
+    grpo: Watched, recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any
+) -> None:
+    options = [f"--config={recipe}", f"--workdir={tmp_path / 'run'}"]
+    write = checkpoint._write_checksums
+
+    def signalling(folder: Path) -> None:
+        if folder.name == "3":
+            os.kill(os.getpid(), signal.SIGTERM)
+        write(folder)
+
+    with monkeypatch.context() as patch:
+        at_step(patch, 2, own_signal(signal.SIGTERM))
+        patch.setattr("jaxrl_llm.checkpoint._write_checksums", signalling)
+        assert train.main(options) == 75
+    assert "SIGTERM: the run is stopping already" in capfd.readouterr().err
+    assert Checkpoints(tmp_path / "run" / "checkpoints").newest_good(strict=True) == (3, [])
+    assert train.main(options) == 0
+    assert_same_run(tmp_path / "run", grpo)
+
+
+def test_a_signal_before_the_first_step_ends_at_once(
+    recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    monkeypatch.setattr("jaxrl_llm.trainer.make_layout", own_signal(signal.SIGTERM))
+    assert train.main([f"--config={recipe}", f"--workdir={tmp_path / 'run'}"]) == 75
+    assert "SIGTERM: stopped before the first step" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_notebook_has_its_own_handlers(grpo: Watched) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    with fit(grpo.config) as run:
+        assert signal.getsignal(signal.SIGTERM) is before
+        assert not run._guard.signals.received
+
+
+# 8: stuck
+
+STUCK = """
+import re, sys, time
+from jaxrl_llm import watchdog
+from jaxrl_llm.guard import Guard
+watchdog.LATER = 0.5
+with Guard(phase_timeout=1, workdir=sys.argv[1]).standing() as guard:
+    guard.watchdog.tell = print
+    for _ in range(4):  # each in time
+        with guard.watchdog.phase("data"):
+            time.sleep(0.3)
+    with guard.watchdog.phase("reward"):
+        {stuck}
+"""
+
+
+@pytest.mark.parametrize(
+    ("stuck", "where"),
+    [("time.sleep(60)", "stacks.txt"), ("re.match('(a|aa)+$', 60 * 'a' + 'b')", "stderr")],
+    ids=["waits", "keeps the interpreter"],
+)
+def test_a_stuck_phase_ends_with_75_and_its_stacks(tmp_path: Path, stuck: str, where: str) -> None:
+    command = [sys.executable, "-c", STUCK.format(stuck=stuck), str(tmp_path)]
+    ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=50)
+    assert ran.returncode == 75, ran.stderr
+    stacks = (tmp_path / "stacks.txt").read_text() if where == "stacks.txt" else ran.stderr
+    assert re.search(r'File "<string>", line 12 in <module>', stacks)
+    if where == "stacks.txt":
+        assert "the phase reward takes longer than trainer.phase_timeout = 1 s" in ran.stdout
+        assert "line 12 in <module>" in ran.stderr
+
+
+# 11: a full disk
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """Of 8 MB."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mounted = shutil.which("mount") and subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", str(folder)], capture_output=True
+    )
+    if not mounted or mounted.returncode:
+        pytest.skip("no file system can be mounted here")
+    yield folder
+    subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+LEFT_OPEN = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # by orbax, where it fails
+
+
+@LEFT_OPEN
+def test_a_full_disk_leaves_the_last_good_checkpoint(small_disk: Path) -> None:
+    def state(step: int) -> dict[str, jax.Array]:
+        return {"x": jax.random.normal(jax.random.key(step), (5 << 18,))}  # 5 MB that cannot be compressed
+
+    store = Checkpoints(small_disk / "checkpoints")
+    store.save(1, state(1), {})
+    store.wait()
+    store.save(2, state(2), {})  # begins well
+    with pytest.raises(StorageError, match="checkpoints/2: cannot be saved"):
+        store.save(3, state(3), {})
+    gc.collect()
+    again = Checkpoints(small_disk / "checkpoints")
+    assert again.newest_good(strict=True) == (1, [])
+    assert digest(again.restore(abstract_like(state(1)))[0]) == digest(state(1))
+
+
+@LEFT_OPEN
+def test_a_run_on_a_full_disk_ends_with_4(recipe: Path, small_disk: Path, capsys: Any) -> None:
+    """Full but for 64 kB when the second step begins."""
+
+    def fill(run: Run) -> None:
+        assert run._keeper
+        run._keeper.wait()
+        free = shutil.disk_usage(small_disk).free
+        (small_disk / "other").write_bytes(bytes(max(free - (1 << 16), 0)))
+
+    with pytest.MonkeyPatch.context() as patch:
+        at_step(patch, 2, fill)
+        options = [f"--config={recipe}", f"--workdir={small_disk / 'run'}"]
+        assert train.main([*options, "--config.trainer.save_interval=1"]) == 4
+    gc.collect()
+    told = capsys.readouterr().err
+    assert "No space left on device" in told and "never retrieved" not in told
+    assert Checkpoints(small_disk / "run" / "checkpoints").newest_good(strict=True) == (2, [])
+    (small_disk / "other").unlink()
+    assert train.main([*options, "--config.trainer.save_interval=1"]) == 0
+    assert [line["step"] for line in read_jsonl(small_disk / "run" / "metrics.jsonl")] == [0, 1, 2, 3, 4]
+
+
+# 12: another model, optimizer, dtype (leaves: test_checkpoint.py)
+
+
+def test_a_checkpoint_of_another_dtype_is_named_leaf_by_leaf(grpo: Watched, tmp_path: Path) -> None:
+    """Where config.json was changed along with the command; else that is what is refused."""
+    shutil.copytree(grpo.folder, tmp_path / "run")
+    config = tmp_path / "run" / "config.json"
+    config.write_text(config.read_text().replace('"param_dtype": "float32"', '"param_dtype": "bfloat16"'))
+    expected = r"checkpoints/4: holds another model or optimizer .*\n.* expected bfloat16\[.*\], found float32\["
+    with pytest.raises(StorageError, match=expected):
+        fit(tiny_folder.config(**GRPO, model__param_dtype="bfloat16"), tmp_path / "run")
+
+
+# Memory
+
+
+def test_out_of_memory_says_where_and_what_makes_it_smaller(
+    recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    """XLA's own error, of an array that no machine has room for."""
+
+    def greedy(run: Run) -> None:
+        def allocate(*_: Any) -> Any:
+            return jnp.zeros((1 << 50,), jnp.uint8).block_until_ready()
+
+        update = dataclasses.replace(run._phases.update_actor, update=allocate)
+        run._phases = dataclasses.replace(run._phases, update_actor=update)
+
+    at_step(monkeypatch, 1, greedy)
+    assert train.main([f"--config={recipe}", f"--workdir={tmp_path / 'run'}"]) == OutOfMemory.exit_code == 5
+    told = capsys.readouterr().err
+    assert "out of memory in the phase update_actor: RESOURCE_EXHAUSTED: Out of memory allocating" in told
+    assert "4 prompts x 4 responses = 16 rows of 31 + 8 tokens" in told
+    assert re.search(r"\n    gen: \d+\.\d MiB \(\d+\.\d MiB \+ \d+\.\d MiB \+ \d+\.\d MiB\)", told)
+    assert "actor.micro_batch_size = 0; rows per device" in told and "model.remat = 'none'" in told
+    assert "out of memory" in read_jsonl(tmp_path / "run" / "events.jsonl")[-1]["why"]
+
+
+def test_out_of_the_hosts_memory_is_5_too(recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any, **__: Any) -> Any:
+        raise MemoryError
+
+    monkeypatch.setattr("jaxrl_llm.resume.initial_state", fail)
+    assert train.main([f"--config={recipe}", f"--workdir={tmp_path / 'run'}"]) == 5
+
+
+# 18: numbers that are not finite (K in a row: test_trainer.py)
+
+
+def test_one_bad_gradient_is_skipped_and_the_run_goes_on(grpo: Watched, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parameters and moments are bit for bit those before it; the next update is applied."""
+
+    def poison(run: Run) -> None:
+        whole = run._phases.update_actor
+
+        def update(state: Any, batch: Any, *rest: Any) -> Any:
+            run._phases = dataclasses.replace(run._phases, update_actor=whole)
+            return whole.update(state, batch.replace(advantages=jnp.nan * batch.advantages), *rest)
+
+        run._phases = dataclasses.replace(run._phases, update_actor=dataclasses.replace(whole, update=update))
+
+    at_step(monkeypatch, 1, poison)
+    with fit(tiny_folder.config(**GRPO, **QUIET, trainer__steps=3)) as run:
+        states = [on_host(run) for _ in run]
+        found = states[1].actor
+    assert digest(found.params, found.opt_state) == digest(states[0].actor.params, states[0].actor.opt_state)
+    assert [(int(s.actor.updates), int(s.actor.skipped)) for s in states] == [(1, 0), (1, 1), (2, 0)]
+    assert digest(states[2].actor.params) != digest(states[1].actor.params)
+
+
+# The best checkpoint
+
+
+def test_the_best_checkpoint_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is remembered through a resume, and by whatever metric is asked for."""
+    scores = {0: 0.1, 1: 0.2, 2: 0.9, 3: 0.4, 4: 0.3, 5: 0.5, 6: 0.95, 7: 0.1}
+    evaluate = Run._evaluate
+    monkeypatch.setattr(
+        Run, "_evaluate", lambda run: evaluate(run) | {"val-core/signs/reward/mean@1": scores[run.step] * 2}
+    )
+    monkeypatch.setattr("jaxrl_llm.resume.EVALUATED", "val-core/signs/reward/mean@1")
+    often: dict[str, Any] = {"trainer__save_interval": 1, "eval__interval": 1, "trainer__keep_checkpoints": 1}
+    list(fit(tiny_folder.config(**GRPO, **often, trainer__steps=4), tmp_path))
+    store = Checkpoints(tmp_path / "checkpoints")
+    assert store.steps() == [2, 4]
+    assert store.read_meta(4)["best"] == {"metric": "", "step": 2, "score": 1.8}
+    list(fit(tiny_folder.config(**GRPO, **often, trainer__steps=5), tmp_path))
+    assert store.steps() == [2, 5]
+    list(fit(tiny_folder.config(**GRPO, **often, trainer__steps=7), tmp_path))
+    assert store.steps() == [6, 7]
+
+
+# Killed: each run is a process of its own
+
+
+def start(tmp_path: Path, *arguments: str, **environment: str) -> subprocess.Popen[str]:
+    """`python -m tests.faulty …`; programs are compiled once, and what it leaves lying about lies in `tmp_path`."""
+    scratch = tmp_path / "scratch"
+    scratch.mkdir(exist_ok=True)
+    given = {
+        **os.environ,
+        "TMPDIR": str(scratch),
+        "JAX_COMPILATION_CACHE_DIR": str(tiny_folder.session_folder() / "killed"),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+        "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
+        **environment,
+    }
+    command = [sys.executable, "-m", "tests.faulty", *arguments]
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, cwd=ROOT, env=given, text=True, stdout=pipe, stderr=pipe)
+
+
+def kill_while_saving(tmp_path: Path, times: int) -> None:
+    """After each kill the newest checkpoint is whole, and none that was complete is lost."""
+    draw, folder, before = np.random.default_rng(0), tmp_path / "checkpoints", 0
+    for _ in range(times):
+        with start(tmp_path, "save", str(folder)) as process:
+            assert process.stdout and process.stdout.readline() == "ready\n"
+            deadline = time.monotonic() + 60  # what comes before the first save does not count
+            while max(Checkpoints(folder).steps(), default=0) <= before and time.monotonic() < deadline:
+                time.sleep(0.01)
+            time.sleep(draw.uniform(0, 1))
+            process.kill()
+        step, problems = Checkpoints(folder).newest_good(strict=True)
+        assert step is not None and step > before and not problems
+        expected = faulty.state_of(step, faulty.SIZE)
+        found, meta = Checkpoints(folder).restore(abstract_like(expected), step)
+        assert meta == {"step": step} and digest(found) == digest(expected)
+        before = step
+
+
+def test_killed_while_saving(tmp_path: Path) -> None:
+    kill_while_saving(tmp_path, times=1)
+
+
+@pytest.mark.long
+def test_killed_while_saving_ten_times(tmp_path: Path) -> None:
+    kill_while_saving(tmp_path, times=10)
+
+
+TEN = {**tiny_runs.PPO, "trainer__steps": 10, "trainer__save_interval": 5, "eval__interval": 5}
+
+
+@pytest.fixture(scope="module")
+def ten_steps(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A recipe of ten steps, and the folder of the run that nothing happened to."""
+    tmp_path = tmp_path_factory.mktemp("ten")
+    recipe, folder = tmp_path / "recipe.py", tmp_path / "whole"
+    recipe.write_text(faulty.recipe(TEN | {"model__path": str(tiny_folder.folder())}))
+    with start(tmp_path, "train", "none", "0", f"--config={recipe}", f"--workdir={folder}") as process:
+        _, told = process.communicate()
+    assert process.returncode == 0, told
+    return recipe, folder
+
+
+PHASES = ("data", "update_weights", "gen", "reward", "old_log_prob", "ref", "values", "adv")
+PHASES += ("update_critic", "update_actor", "update_reference", "testing", "save_checkpoint", "step")
+# In the fifth step a checkpoint is saved, the first one; in the tenth the third comes, and the first goes.
+KILLS = [*((phase, 7) for phase in PHASES if phase not in ("testing", "save_checkpoint", "update_reference"))]
+KILLS += [("update_reference", 5), ("testing", 9), ("testing", 4), ("save_checkpoint", 9), ("save_checkpoint", 4)]
+KILLS += [("checksums", 4), ("newest", 4), ("checksums", 9), ("newest", 9)]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("phase", "step"), KILLS, ids=[f"{phase}-{step}" for phase, step in KILLS])
+def test_killed_in_a_phase(ten_steps: tuple[Path, Path], tmp_path: Path, phase: str, step: int) -> None:
+    """Then resumed: 10 steps are those of the run that nothing happened to, by SHA-256 of state and batches."""
+    recipe, whole = ten_steps
+    options = [f"--config={recipe}", f"--workdir={tmp_path / 'run'}"]
+    with start(tmp_path, "train", phase, str(step), *options) as process:
+        process.communicate()
+    assert process.returncode == -signal.SIGKILL
+    with start(tmp_path, "train", "none", "0", *options) as process:
+        _, told = process.communicate()
+    assert process.returncode == 0, told
+    found, expected = tmp_path / "run", whole
+    lines = read_jsonl(found / "metrics.jsonl")
+    assert [line["step"] for line in lines] == list(range(11))
+    assert without_clocks(lines) == without_clocks(read_jsonl(expected / "metrics.jsonl"))
+    for number in range(1, 11):
+        name = f"rollouts/{number}.jsonl"
+        assert (found / name).read_bytes() == (expected / name).read_bytes(), name
+    assert state_digest(found, 10) == state_digest(expected, 10)
+
+
+def state_digest(run: Path, step: int) -> str:
+    """Of every leaf in a checkpoint."""
+    store = Checkpoints(run / "checkpoints")
+    signatures = {name: re.fullmatch(r"(\w+)\[(.*)\]", text) for name, text in store.leaves(step).items()}
+    device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    target = {
+        name: jax.ShapeDtypeStruct(tuple(map(int, filter(None, found[2].split(", ")))), found[1], sharding=device)
+        for name, found in signatures.items()
+        if found
+    }
+    state, _ = store.restore(target, step)
+    return digest(state)
+
+
+# 13: other meshes
+
+
+@pytest.mark.long
+def test_another_mesh_restores(tmp_path: Path) -> None:
+    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8"
+    with start(tmp_path, "meshes", str(tmp_path), XLA_FLAGS=flags) as process:
+        out, told = process.communicate()
+    assert process.returncode == 0, told
+    found = json.loads(out.splitlines()[-1])
+    saved = found.pop("2x4")[0]
+    assert [read for read, _ in found.values()] == 3 * [saved]
+    assert len({prompts for _, prompts in found.values()}) == 1
+
+
+# 20: nothing compiles
+
+
+@pytest.mark.long
+def test_fifty_steps_of_varying_lengths_compile_nothing(tmp_path: Path) -> None:
+    """Evaluation, checkpoints and samples among them."""
+    often: dict[str, Any] = {"trainer__steps": 50, "trainer__save_interval": 7, "eval__interval": 11}
+    with fit(tiny_folder.config(**GRPO, **often), tmp_path) as run:
+        next(run)
+        with compilations() as events:
+            lengths = {tuple(np.asarray(batch.prompt_mask).sum(1).tolist()) for _, batch in run}
+    assert not events and len(lengths) > 3
+    assert len(read_jsonl(tmp_path / "metrics.jsonl")) == 51
