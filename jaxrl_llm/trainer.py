@@ -47,18 +47,21 @@ from jaxrl_llm.writers import RunWriter, check_loggers, machine_facts
 Metrics = dict[str, float]
 
 
-def fit(config: Config, workdir: str | Path | None = None, **how: Any) -> Run:
+def fit(
+    config: Config, workdir: str | Path | None = None, *, strict_resume: bool = False, guard: Guard | None = None
+) -> Run:
     """A run of `config`: iterate over it for (metrics, batch) of each step.
 
     Args:
       workdir: where config.json, metrics.jsonl, samples and checkpoints go; a folder that holds a run resumes it. None
         keeps nothing but what is yielded.
-      how: see `Run`.
+      strict_resume: whether a damaged checkpoint is an error, instead of the newest good one being taken.
+      guard: of a command: signals that ask the run to stop, and a watchdog over its phases.
 
     Raises:
       UserError: something in the config, the data, a model or the folder is wrong; before the first step.
     """
-    return Run(config, workdir, **how)
+    return Run(config, workdir, strict_resume=strict_resume, guard=guard)
 
 
 class Stepped(NamedTuple):
@@ -85,11 +88,7 @@ class Run:
         strict_resume: bool = False,
         guard: Guard | None = None,
     ) -> None:
-        """
-        Args:
-          strict_resume: whether a damaged checkpoint is an error, instead of the newest good one being taken.
-          guard: of a command: signals that ask the run to stop, and a watchdog over its phases.
-        """
+        """As `fit`."""
         check_loggers(config)
         self.config, self._guard = config, guard or Guard()
         self._timers = Timers(self._guard.watchdog)
@@ -134,8 +133,7 @@ class Run:
             self._guard.watchdog.tell = self._writer.stuck
         self._told_of_failures = False
         self._note_inputs()
-        for line in keeper.notes:
-            self._note(line)
+        self._tell_of_checkpoints()
         if self.step < self.total_steps:
             if self._scorer:
                 self._scorer.compile(self._note)
@@ -342,6 +340,12 @@ class Run:
     def _save(self, metrics: Metrics, unfinished: Metrics | None = None) -> None:
         assert self._keeper is not None
         self._keeper.save(self.step, self._state, self._cursor, self._curriculum, metrics, pending=unfinished)
+        self._tell_of_checkpoints()
+
+    def _tell_of_checkpoints(self) -> None:
+        assert self._keeper is not None
+        while self._keeper.notes:
+            self._note(self._keeper.notes.pop(0))
 
     def _compile(self) -> None:
         self._note("compiling the phases (once, before the first step)")

@@ -14,6 +14,7 @@ import os
 import shutil
 import signal
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ import pytest
 
 from jaxrl_llm import checkpoint, timers, train
 from jaxrl_llm.checkpoint import Checkpoints
+from jaxrl_llm.rewards import batched
 from jaxrl_llm.trainer import Run, fit
 from tests import tiny_folder, tiny_runs
 
@@ -51,6 +53,21 @@ def digest(*trees: Any) -> str:
         array = np.asarray(leaf)
         found.update(f"{array.dtype}{array.shape}".encode() + array.tobytes())
     return found.hexdigest()
+
+
+# Rewards
+
+
+def at_times_for_ever(prompt: str, response: str, record: Any) -> float:
+    """Never comes to an end where the response begins with a digit below 5."""
+    if "0" <= response[:1] < "5":
+        threading.Event().wait()
+    return 1.0
+
+
+@batched
+def one_too_few(prompts: list[str], responses: list[str], records: list[Any]) -> list[float]:
+    return [1.0] * (len(responses) - 1)
 
 
 # The programs
