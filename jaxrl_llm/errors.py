@@ -144,9 +144,10 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def leave(code: int) -> None:
-    """Ends the process. After an interruption at once: threads that still compile can crash an orderly end."""
+    """Ends the process. Where it was interrupted or stopped at once: threads that still compile can crash an orderly
+    end."""
     sys.stdout.flush()
     sys.stderr.flush()
-    if code == INTERRUPTED:
+    if code in (INTERRUPTED, TRY_AGAIN):
         os._exit(code)
     sys.exit(code)

@@ -91,8 +91,9 @@ class Keeper:
         metrics: Mapping[str, float],
         *,
         pending: Mapping[str, float] | None = None,
+        hold: bool = False,
     ) -> None:
-        """Begins to save a step, if it is not saved yet (`Checkpoints.save`).
+        """Begins to save a step, if it is not saved yet (`Checkpoints.save`, which see for `hold`).
 
         Args:
           metrics: of the step, by which the best one is found.
@@ -110,7 +111,7 @@ class Keeper:
             meta["best"] = dataclasses.asdict(self.best)
         spare = (self.best.step,) if self.best and self.config.trainer.keep_best else ()
         # What the model's folder has need not be kept again.
-        self._checkpoints.save(step, state.replace(base=None), meta, spare=spare)
+        self._checkpoints.save(step, state.replace(base=None), meta, spare=spare, hold=hold)
 
     def consider(self, step: int, metrics: Mapping[str, float]) -> None:
         """Takes a saved step for the best one if its score is the highest."""
@@ -121,6 +122,10 @@ class Keeper:
             self.notes.append(f"notice: trainer.best_metric = {name!r}: no such metric; {nearest(name, metrics)}")
         if score is not None and (self.best is None or score > self.best.score):
             self.best = Best(name, step, score)
+
+    def release(self) -> None:
+        if self._checkpoints:
+            self._checkpoints.release()
 
     def poll(self) -> None:
         if self._checkpoints:

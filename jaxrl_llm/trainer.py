@@ -224,9 +224,7 @@ class Run:
                     save = config.trainer.save_interval
                     if not (broken or hurried) and (_due(self.step, save) or (last and save)):
                         with self._timers("save_checkpoint"):
-                            self._save(metrics)
-                            if last:
-                                keeper.wait()
+                            self._save(metrics, hold=True)
                 metrics |= timing_metrics(
                     self._timers.seconds,
                     total_tokens=int(metrics["perf/total_num_tokens"]),
@@ -236,6 +234,10 @@ class Run:
                 unfinished = metrics if evaluate and hurried else None
                 self._show(stepped)
                 self._write(self.step, metrics)
+                keeper.release()  # a checkpoint whose step is not in the run's files would leave a gap there
+                if last:
+                    with self._timers("save_checkpoint"):
+                        keeper.wait()
                 if last and config.trainer.export and not broken:
                     self._export()
                 if broken:
@@ -337,9 +339,10 @@ class Run:
     def _try_out(self) -> None:
         """Finds out what is wrong with the records, beside what `load_inputs` does, before anything is written."""
 
-    def _save(self, metrics: Metrics, unfinished: Metrics | None = None) -> None:
+    def _save(self, metrics: Metrics, unfinished: Metrics | None = None, *, hold: bool = False) -> None:
         assert self._keeper is not None
-        self._keeper.save(self.step, self._state, self._cursor, self._curriculum, metrics, pending=unfinished)
+        kept = self._state, self._cursor, self._curriculum
+        self._keeper.save(self.step, *kept, metrics, pending=unfinished, hold=hold)
         self._tell_of_checkpoints()
 
     def _tell_of_checkpoints(self) -> None:
