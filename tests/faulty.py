@@ -11,6 +11,7 @@ import contextlib
 import hashlib
 import json
 import os
+import re
 import shutil
 import signal
 import sys
@@ -63,6 +64,11 @@ def at_times_for_ever(prompt: str, response: str, record: Any) -> float:
     if "0" <= response[:1] < "5":
         threading.Event().wait()
     return 1.0
+
+
+def backtracking(prompt: str, response: str, record: Any) -> float:
+    """Never gives the interpreter's lock back."""
+    return float(bool(re.match(r"(a|aa)+$", 60 * "a" + "b")))
 
 
 @batched

@@ -171,6 +171,24 @@ def test_a_stuck_phase_ends_with_75_and_its_stacks(tmp_path: Path, stuck: str, w
         assert "line 12 in <module>" in ran.stderr
 
 
+@pytest.mark.by_hand
+@pytest.mark.parametrize("reward", ["at_times_for_ever", "backtracking"])
+def test_a_run_that_is_stuck_in_a_reward_ends_with_75(tmp_path: Path, reward: str) -> None:
+    """In the run's own process, without a worker that could be killed."""
+    stuck = {"reward__functions": (f"tests.faulty:{reward}",), "trainer__phase_timeout": 15.0}
+    recipe, folder = tmp_path / "recipe.py", tmp_path / "run"
+    recipe.write_text(faulty.recipe({**tiny_folder.KL_LOSS, **QUIET, **stuck}))
+    with start(tmp_path, "train", "none", "0", f"--config={recipe}", f"--workdir={folder}") as process:
+        _, told = process.communicate()
+    assert process.returncode == 75, told
+    assert f"in {reward}" in told and "tests/faulty.py" in told
+    if reward == "at_times_for_ever":
+        assert f"in {reward}" in (folder / "stacks.txt").read_text()
+        end = read_jsonl(folder / "events.jsonl")[-1]
+        assert (end["kind"], end["outcome"]) == ("end", "aborted")
+        assert "the phase reward takes longer than trainer.phase_timeout = 15 s" in end["why"]
+
+
 # 11: a full disk
 
 
