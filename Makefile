@@ -1,6 +1,6 @@
 # make quickstart  trains the packaged model by GRPO, about a minute (MORE="--config.seed=1" or any other knob)
 # make setup   a virtual environment in .venv with everything that development needs
-# make test    the tests (MORE="-m 'not slow'" or any other pytest arguments)
+# make test    the tests (MORE="-m 'not slow'", MORE=--long for those of several minutes too, any pytest arguments)
 # make check   ruff and pyright
 # make model   SmolLM2-135M-Instruct in models/smollm2-135m
 # make addition  trains it on one-digit sums by GRPO: runs/addition (MORE="--config.trainer.steps=10" or any other knob)

@@ -9,6 +9,7 @@ COMMANDS = {
     "evaluate": "the score of a model or a run on prompts to evaluate on",
     "generate": "samples responses to prompts",
     "export": "writes a run's model as a Hugging Face folder, or its LoRA overlay as an adapter",
+    "plan": "memory and time of a step on accelerators, on paper",
     "report": "writes a run's report.html",
     "fetch": "a real small model without a model hub",
 }

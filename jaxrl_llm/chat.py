@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import functools
-import itertools
 import json
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
+from jaxrl_llm.control_tokens import Control, check_characters, control_tokens, encode_plain
 from jaxrl_llm.errors import UserError, nearest, of_kind
 
 if TYPE_CHECKING:
-    from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerFast
 
 Chat = Sequence[Mapping[str, Any]]  # messages: {"role": "user", "content": "…"}
@@ -21,17 +19,6 @@ Chat = Sequence[Mapping[str, Any]]  # messages: {"role": "user", "content": "…
 ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython", "model", "observation")
 TEMPLATE_OPTIONS = ("tools", "documents", "add_generation_prompt", "continue_final_message")
 PRIVATE_USE = range(0xE000, 0xF900)  # characters that belong to no alphabet
-
-
-class _Control(NamedTuple):
-    """A tokenizer's control tokens: those it calls special. (`<think>` of many models is not one of them.)"""
-
-    ids: dict[str, int]
-    forbidden: frozenset[int]  # what plain text may not become: these ids but for the one of unknown characters
-    pattern: re.Pattern[str]
-    bos: list[int]  # what the tokenizer puts before plain text: its BOS, or nothing
-    strips_left: frozenset[str]  # those that swallow the white space before them
-    strips_right: frozenset[str]  # and behind them
 
 
 def render_prompt(
@@ -51,7 +38,7 @@ def render_prompt(
     Raises:
       UserError: no template, a template that fails (with its message), a malformed chat, an unknown template variable.
     """
-    control = _control_tokens(tokenizer)
+    control = control_tokens(tokenizer)
     if chat_template:
         with of_kind("malformed chat"):
             messages = _messages(prompt, system_prompt)
@@ -62,11 +49,11 @@ def render_prompt(
     elif system_prompt:
         raise UserError("data.system_prompt needs data.chat_template=True")
     else:
-        ids = _encode_plain(tokenizer, prompt, control)
+        ids = encode_plain(tokenizer, prompt, control)
     return _begun(ids, control)
 
 
-def _begun(ids: list[int], control: _Control) -> list[int]:
+def _begun(ids: list[int], control: Control) -> list[int]:
     """The ids behind exactly one BOS, if the tokenizer begins text with one."""
     if control.bos:
         while ids[:1] == control.bos:  # the template's own
@@ -93,7 +80,7 @@ def render_exchange(
     Raises:
       UserError: as `render_prompt`; or a response that is neither text nor messages.
     """
-    control = _control_tokens(tokenizer)
+    control = control_tokens(tokenizer)
     if chat_template:
         answer = [{"role": "assistant", "content": response}] if isinstance(response, str) else response
         if not isinstance(answer, Sequence) or not answer:
@@ -105,7 +92,7 @@ def render_exchange(
     elif not isinstance(prompt, str) or not isinstance(response, str):
         raise UserError("prompt or response is a list of chat messages, which needs the chat template")
     else:
-        ids = [*(i for text in (prompt, response) for i in _encode_plain(tokenizer, text, control)), eos_id]
+        ids = [*(i for text in (prompt, response) for i in encode_plain(tokenizer, text, control)), eos_id]
     return _begun(ids, control)
 
 
@@ -133,9 +120,9 @@ def render_observation(
     Raises:
       UserError: the template refuses the message, leaves out the turn before it, or ends that without an end token.
     """
-    control = _control_tokens(tokenizer)
+    control = control_tokens(tokenizer)
     if not chat_template:
-        return _encode_plain(tokenizer, str(message["content"]), control)
+        return encode_plain(tokenizer, str(message["content"]), control)
     opening = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
     unused = next(chr(code) for code in reversed(PRIVATE_USE) if chr(code) not in str((opening, message)))
     messages = _messages([*opening, {"role": "assistant", "content": unused}, message], None)
@@ -155,7 +142,7 @@ def render_observation(
 
 def encode_response(tokenizer: PreTrainedTokenizerFast, text: str, eos_id: int) -> list[int]:
     """The ids of a response to be learned: plain text, which never becomes a control token, and the end."""
-    return [*_encode_plain(tokenizer, text, _control_tokens(tokenizer)), eos_id]
+    return [*encode_plain(tokenizer, text, control_tokens(tokenizer)), eos_id]
 
 
 def _messages(prompt: str | Chat, system_prompt: str | None) -> list[dict[str, Any]]:
@@ -187,13 +174,13 @@ def _messages(prompt: str | Chat, system_prompt: str | None) -> list[dict[str, A
 
 
 def _render_chat(
-    tokenizer: PreTrainedTokenizerFast, messages: list[dict], template_kwargs: Mapping[str, Any], control: _Control
+    tokenizer: PreTrainedTokenizerFast, messages: list[dict], template_kwargs: Mapping[str, Any], control: Control
 ) -> list[int]:
     return _encode_chat(tokenizer, *_chat_text(tokenizer, messages, template_kwargs, control), control)
 
 
 def _chat_text(
-    tokenizer: PreTrainedTokenizerFast, messages: list[dict], template_kwargs: Mapping[str, Any], control: _Control
+    tokenizer: PreTrainedTokenizerFast, messages: list[dict], template_kwargs: Mapping[str, Any], control: Control
 ) -> tuple[str, dict[str, str]]:
     """What the template writes, with control tokens that the messages spell swapped for marks, and those marks."""
     spelled, marked = _mark_control_tokens(messages, control.pattern)
@@ -208,7 +195,7 @@ def _chat_text(
 
 
 def _encode_chat(
-    tokenizer: PreTrainedTokenizerFast, text: str, spelled: Mapping[str, str], control: _Control
+    tokenizer: PreTrainedTokenizerFast, text: str, spelled: Mapping[str, str], control: Control
 ) -> list[int]:
     """The ids of (a part of) what a template wrote; what marks stand for comes back as plain text."""
     if not spelled:  # the usual case, and token for token what transformers does
@@ -223,7 +210,7 @@ def _encode_chat(
         piece = text[end : match.start() if match else None]
         piece = piece.lstrip() if strip else piece  # some control tokens swallow the white space beside them
         piece = piece.rstrip() if match and match[0] in control.strips_left else piece
-        ids += _encode_plain(tokenizer, _unmark(piece, spelled), control, follows=bool(ids))
+        ids += encode_plain(tokenizer, _unmark(piece, spelled), control, follows=bool(ids))
         if match:
             ids.append(control.ids[match[0]])
             end, strip = match.end(), match[0] in control.strips_right
@@ -305,116 +292,3 @@ def _unmark(text: str, spelled: Mapping[str, str]) -> str:
     for mark, spelling in spelled.items():
         text = text.replace(mark, spelling)
     return text
-
-
-def _encode_plain(
-    tokenizer: PreTrainedTokenizerFast, text: str, control: _Control, *, follows: bool = False
-) -> list[int]:
-    """The ids of `text` with no control token among them, whatever it spells; `follows`: it stands behind one."""
-    check_characters(text)
-    if follows and _starts_anew(tokenizer):
-        return _guarded(_backend(tokenizer, "behind a control token"), text, tokenizer, control)
-    ids: Any = tokenizer(text, add_special_tokens=False, split_special_tokens=True, verbose=False)["input_ids"]
-    if control.forbidden.isdisjoint(ids):
-        return list(ids)
-    return _guarded(_backend(tokenizer, "first"), text, tokenizer, control)
-
-
-def _guarded(backend: Tokenizer, text: str, tokenizer: PreTrainedTokenizerFast, control: _Control) -> list[int]:
-    """The ids of `text`, cut wherever it became a control token: a unigram model has them among its ordinary pieces,
-    and a normalizer makes them of other characters. No spelling is left whole."""
-    encoded = backend.encode(text, add_special_tokens=False)
-    if control.forbidden.isdisjoint(encoded.ids):
-        return list(encoded.ids)
-    if len(text) < 2:  # one character that is normalized to a control token; no tokenizer is known to have such
-        return [tokenizer.unk_token_id] if isinstance(tokenizer.unk_token_id, int) else []
-    cuts = {0, len(text)}
-    for i, (start, end) in zip(encoded.ids, encoded.offsets, strict=True):
-        if i in control.forbidden:
-            cuts |= {start + 1} if end - start > 1 else {start, end}
-    inside = _backend(tokenizer, "inside a text")
-    pieces = [text[start:end] for start, end in itertools.pairwise(sorted(cuts))]
-    return [
-        i for at, piece in enumerate(pieces) for i in _guarded(inside if at else backend, piece, tokenizer, control)
-    ]
-
-
-def _starts_anew(tokenizer: PreTrainedTokenizerFast) -> bool:
-    """Whether the tokenizer treats the beginning of a text apart from what stands behind a control token."""
-    return any(part.get("prepend_scheme") == "first" for part in _parts(_pieces_of(tokenizer)["pre_tokenizer"]))
-
-
-def _parts(component: Any) -> Iterator[dict[str, Any]]:
-    """The components of a tokenizer's normalizer or pre-tokenizer, which may be a sequence of them."""
-    if isinstance(component, dict):
-        yield component
-        for key in ("normalizers", "pretokenizers"):
-            for part in component.get(key) or ():
-                yield from _parts(part)
-
-
-@functools.lru_cache(maxsize=8)
-def _pieces_of(tokenizer: PreTrainedTokenizerFast) -> dict[str, Any]:
-    backend = tokenizer.backend_tokenizer
-    states = {name: getattr(backend, name) for name in ("normalizer", "pre_tokenizer")}
-    return {name: None if part is None else json.loads(part.__getstate__()) for name, part in states.items()}
-
-
-@functools.lru_cache(maxsize=8)
-def _backend(tokenizer: PreTrainedTokenizerFast, place: str) -> Tokenizer:
-    """A copy of the tokenizer that reads control tokens as text, and puts no space before a text that does not begin
-    there: `place` is "first", "behind a control token" (where some put one, and some do not) or "inside a text"."""
-    from tokenizers import Tokenizer
-
-    state = json.loads(tokenizer.backend_tokenizer.to_str())
-    for part in _parts(state["pre_tokenizer"]):
-        if place == "inside a text" or (place != "first" and part.get("prepend_scheme") == "first"):
-            part |= {
-                key: value for key, value in (("prepend_scheme", "never"), ("add_prefix_space", False)) if key in part
-            }
-    if place == "inside a text":
-        for part in _parts({"normalizers": [state["normalizer"]]}):
-            if "normalizers" in part:
-                part["normalizers"] = [x for x in part["normalizers"] if not x or x["type"] != "Prepend"]
-        if (state["normalizer"] or {}).get("type") == "Prepend":
-            state["normalizer"] = None
-    copy = Tokenizer.from_str(json.dumps(state))
-    copy.encode_special_tokens = True
-    return copy
-
-
-def check_characters(text: str) -> None:
-    """
-    Raises:
-      UserError: half of a character, which no tokenizer takes: the text was cut, or read in a wrong encoding.
-    """
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        code = f"U+{ord(text[error.start]):04X}"
-        raise UserError(f"character {error.start} of the text is half of one (a lone surrogate, {code})") from error
-
-
-def _control_tokens(tokenizer: PreTrainedTokenizerFast) -> _Control:
-    return _cached_control_tokens(tokenizer, len(tokenizer))
-
-
-@functools.lru_cache(maxsize=8)
-def _cached_control_tokens(tokenizer: PreTrainedTokenizerFast, size: int) -> _Control:
-    tokens = {token.content: (i, token) for i, token in tokenizer.added_tokens_decoder.items() if token.special}
-    pattern = "|".join(re.escape(content) for content in sorted(tokens, key=len, reverse=True))
-    start = list(tokenizer("a", verbose=False)["input_ids"])[:1]
-    return _Control(
-        ids={content: i for content, (i, _) in tokens.items()},
-        forbidden=frozenset(i for i, _ in tokens.values() if i != tokenizer.unk_token_id),
-        pattern=re.compile(pattern or r"(?!)"),
-        bos=start if start == [tokenizer.bos_token_id] else [],
-        strips_left=frozenset(content for content, (_, token) in tokens.items() if token.lstrip),
-        strips_right=frozenset(content for content, (_, token) in tokens.items() if token.rstrip),
-    )
-
-
-def control_token_in(tokenizer: PreTrainedTokenizerFast, text: str) -> str | None:
-    """The first control token that `text` spells, if any."""
-    found = _control_tokens(tokenizer).pattern.search(text)
-    return found[0] if found else None

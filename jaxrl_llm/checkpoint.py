@@ -5,7 +5,8 @@
 and every leaf's path, shape and dtype with what is asked for (orbax by itself casts in silence). `checkpoints/newest`
 names the step that was completed last, so that a checkpoint that was lost as a whole is missed.
 
-A save copies the arrays and returns; they are written, summed up and marked complete while the run goes on.
+A save copies the arrays and returns; they are written, summed up and marked complete while the run goes on. Where a run
+has several processes all of them save and restore, on a file system that they share, and the first one does the rest.
 """
 
 from __future__ import annotations
@@ -134,7 +135,7 @@ class Checkpoints:
         try:
             saver.wait_until_finished()
             self._released.wait()
-            if self._dropped:
+            if self._dropped or jax.process_index() > 0:  # the first one marks it, which orbax has let wait for all
                 return
             _write_checksums(folder)
             _write_whole(self.folder / NEWEST, f"{step}\n")
@@ -264,7 +265,7 @@ class Checkpoints:
     def _open_saver(self) -> ocp.AsyncCheckpointer:
         if self._saver is None:
             self.folder.mkdir(parents=True, exist_ok=True)
-            for path in self.folder.glob("[0-9]*"):
+            for path in self.folder.glob("[0-9]*") if jax.process_index() == 0 else ():
                 if not (path / CHECKSUMS).exists():
                     shutil.rmtree(path)
                 elif int(path.name) in self._damaged:  # kept for whoever wants to know what happened

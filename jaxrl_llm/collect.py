@@ -15,16 +15,18 @@ from jaxrl_llm.compiled import Compiled, CompiledStep
 from jaxrl_llm.config import Config
 from jaxrl_llm.curriculum import Curriculum
 from jaxrl_llm.data import PromptBatch, PromptData
-from jaxrl_llm.environments import Message
 from jaxrl_llm.errors import UserError, nearest
 from jaxrl_llm.loading import Inputs
+from jaxrl_llm.metrics import finite_number
+from jaxrl_llm.peers import Peers
 from jaxrl_llm.rewards import RewardSet, Scores, pooled
-from jaxrl_llm.samplers import Sampled, Sampler
-from jaxrl_llm.sharding import Layout
+from jaxrl_llm.samplers import Sampled, Sampler, environment_of
+from jaxrl_llm.sharding import Layout, fetch
 from jaxrl_llm.timers import Timers
 from jaxrl_llm.types import Batch, Params, check_batch
 
 Metrics = dict[str, float]
+ROUNDING = 1e-6  # by which a sum of weighted float32 may miss the number that it is
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,6 +60,7 @@ class Collector:
         self._config, self._data, self._rewards, self._phases = config, data, rewards, phases
         self._sampler, self._greedy_sampler = sampler, greedy_sampler
         self._layout, self._vocab_size, self._timers = layout, vocab_size, timers
+        self._found: set[str] = set()  # metrics beside a score that a response has had
 
     def __call__(self, view: Params, step: int, cursor: int, curriculum: Curriculum | None) -> Collected:
         """The batch of a step.
@@ -68,18 +71,18 @@ class Collector:
         settings = self._config.algorithm.filter_groups
         count = self._config.data.train_batch_size
         kept, good, sampled, failed, batches = None, 0, 0, 0, 0
+        learned = curriculum
         while good < count and batches < settings.max_num_gen_batches:
             batches += 1
             with self._timers("data"):
-                given = self._draw(cursor, curriculum)
+                given = self._draw(cursor, learned)
             cursor = given.cursor
             new = self._sample(view, given, step)
-            if curriculum is not None:
-                curriculum = curriculum.learn(given.indices, self.success(new))
-                new = dataclasses.replace(new, curriculum=curriculum)
+            if learned is not None:
+                learned = learned.learn(given.indices, self.success(new))
             sampled, failed = sampled + len(new.scored.valid), failed + new.scored.num_failed
             if not settings.enable:
-                return dataclasses.replace(new, metrics=_metrics(new))
+                return dataclasses.replace(new, metrics=_metrics(new, learned), curriculum=learned)
             with self._timers("reward") as wait:
                 spread = self._groups_with_spread(new)
                 found = len(spread)
@@ -93,7 +96,7 @@ class Collector:
             good += found
         assert kept is not None
         groups = batches * count
-        metrics = _metrics(kept) | {
+        metrics = _metrics(kept, learned) | {
             "train/num_gen_batches": float(batches),
             "filter_groups/kept_ratio": good / groups,
             "filter_groups/unfilled": float(max(count - good, 0)),
@@ -101,7 +104,7 @@ class Collector:
             "reward/failed_ratio": failed / sampled,
         }
         given = dataclasses.replace(kept.given, cursor=cursor)
-        return dataclasses.replace(kept, given=given, metrics=metrics, curriculum=curriculum)
+        return dataclasses.replace(kept, given=given, metrics=metrics, curriculum=learned)
 
     def success(self, collected: Collected) -> list[float]:
         """How right the responses to each prompt are, by the curriculum's metric: means in [0, 1], NaN of none.
@@ -111,9 +114,10 @@ class Collector:
         """
         key = "config.data.curriculum.metric"
         values = self._metric(collected, self._config.data.curriculum.metric, key)
-        if np.nanmax(values, initial=0) > 1 or np.nanmin(values, initial=0) < 0:
-            bad = values[(values > 1) | (values < 0)][0]
-            raise UserError(f"{key}: a success is in [0, 1], found {bad:g}; name a metric that is")
+        outside = (values > 1 + ROUNDING) | (values < -ROUNDING)
+        if outside.any():
+            raise UserError(f"{key}: a success is in [0, 1], found {values[outside][0]:g}; name a metric that is")
+        values = np.clip(values, 0, 1)
         count = (~np.isnan(values)).sum(1)
         return np.where(count > 0, np.nansum(values, 1) / np.maximum(count, 1), np.nan).tolist()
 
@@ -133,24 +137,32 @@ class Collector:
                 pending.append(start_scoring(self._rewards, part, pieces[-1]))
             sampled = join_sampled(phases.join, pieces)
             wait(sampled.batch)
-        greedy = None
+        greedy, greedy_failures = None, []
         if self._greedy_sampler and phases.reward_max:
             with timer("gen_max"):
                 best = [self._greedy_sampler(view, part, step) for part in parts]
             with timer("reward"):
                 scored = [start_scoring(self._rewards, part, piece)() for part, piece in zip(parts, best, strict=True)]
-                greedy, _ = self._write(phases.reward_max, join_sampled(phases.join_max, best), scored, None)
+                whole = join_sampled(phases.join_max, best)
+                greedy, scored = self._write(phases.reward_max, whole, scored, None)
+                greedy_failures = [f"greedy response, {failure}" for failure in scored.failures]
         with timer("reward") as wait:
             batch, scored = self._write(phases.reward, sampled, [finish() for finish in pending], greedy)
             wait(batch)
+            scored = dataclasses.replace(scored, failures=[*scored.failures, *greedy_failures])
         return Collected(batch, given, sampled, scored)
 
     def _write(
         self, reward: Compiled, sampled: Sampled, scored: Sequence[Scores], greedy: Batch | None
     ) -> tuple[Batch, Scores]:
-        check_batch(sampled.batch, n=sampled.batch.n, vocab_size=self._vocab_size)
+        check_batch(fetch(sampled.batch), n=sampled.batch.n, vocab_size=self._vocab_size)
         whole = Scores.join(scored)
-        return reward(sampled.batch, *self._layout.put_rows((whole.scores, whole.valid)), greedy), whole
+        batch = reward(sampled.batch, *self._layout.put_rows((whole.scores, whole.valid)), greedy)
+        # What has failed on the devices is out of the host's statistics as well: JAX rewards, a greedy response's.
+        valid, others = fetch((batch.row_valid, None if greedy is None else greedy.row_valid))
+        lost = whole.valid & ~valid & (True if others is None else np.repeat(others, batch.n))
+        failures = [f"row {row}: a JAX reward's score is not finite" for row in np.flatnonzero(lost)]
+        return batch, dataclasses.replace(whole, valid=valid, failures=[*whole.failures, *failures])
 
     def _groups_with_spread(self, collected: Collected) -> list[int]:
         key = "config.algorithm.filter_groups.metric"
@@ -162,7 +174,7 @@ class Collector:
     def _metric(self, collected: Collected, name: str, key: str) -> np.ndarray:
         """float64 [G, n] of the raw scores; NaN where a row has none. Nothing that shapes the reward is in it."""
         batch = collected.batch
-        scores, scored, valid = jax.device_get((batch.scores, batch.scores_mask, batch.row_valid))
+        scores, scored, valid = fetch((batch.scores, batch.scores_mask, batch.row_valid))
         names = self._rewards.names
         extras = collected.scored.extras
         if name == "score":
@@ -171,11 +183,16 @@ class Collector:
             column = names.index(name)
             values = np.where(scored[:, column], scores[:, column].astype(np.float64), np.nan)
         else:
-            values = np.array([_number(row.get(name)) for row in extras])
-            if np.isnan(values).all() and valid.any():
-                known = sorted(
-                    {"score", *names, *(k for row in extras for k, v in row.items() if _number(v) == _number(v))}
-                )
+            numbers = [{k: finite_number(v) for k, v in row.items()} for row in extras]
+            found = [row.get(name) for row in numbers]
+            values = np.array([np.nan if x is None else x for x in found])
+            # Of a name that was there before, or whose function has scored nothing here, only these rows have none.
+            owner = name.partition("/")[0]
+            asked = valid & scored[:, names.index(owner)] if owner in names else valid
+            if not np.isnan(values).all():
+                self._found.add(name)
+            elif asked.any() and name not in self._found:
+                known = sorted({"score", *names, *(k for row in numbers for k, v in row.items() if v is not None)})
                 raise UserError(f"{key} = {name!r}: no response has it; {nearest(name, known)}")
         return np.where(valid, values, np.nan).reshape(-1, batch.n)
 
@@ -186,10 +203,13 @@ class Collector:
         n = batch.n
         rows = [g * n + i for g in order for i in range(n)]
         one, other = first.sampled, second.sampled
-        conversations = None
-        if one.conversations is not None and other.conversations is not None:
-            conversations = _at([*one.conversations, *other.conversations], rows)
-        sampled = Sampled(batch, _at([*one.texts, *other.texts], rows), conversations)
+        whole = join_sampled(lambda _: batch, (one, other))
+        sampled = dataclasses.replace(
+            whole,
+            texts=_at(whole.texts, rows),
+            conversations=whole.conversations and _at(whole.conversations, rows),
+            openings=whole.openings and _at(whole.openings, rows),
+        )
         prompts = jax.tree.map(lambda a, b: np.concatenate([a, b])[order], first.given.prompts, second.given.prompts)
         given = dataclasses.replace(
             second.given,
@@ -216,8 +236,17 @@ def open_rewards(config: Config, inputs: Inputs) -> Inputs:
             "config.reward.functions = (): must be given: at least one reward, by name or as module:function (or a "
             "reward model: config.reward.model.path)"
         )
-    options = {"num_workers": settings.num_workers, "timeout": settings.timeout, "memory_limit": settings.memory_limit}
-    return dataclasses.replace(inputs, rewards=pooled(inputs.rewards, **options))
+    peers = Peers.of_run()
+    others = [environment_of(config)] if config.rollout.multi_turn.environment else []
+    limits: dict[str, Any] = {"timeout": settings.timeout, "memory_limit": settings.memory_limit}
+    rewards = pooled(
+        inputs.rewards,
+        num_workers=settings.num_workers,
+        **limits,
+        others=others,
+        peers=peers if peers.count > 1 else None,
+    )
+    return dataclasses.replace(inputs, rewards=rewards)
 
 
 def try_out(inputs: Inputs) -> None:
@@ -254,8 +283,8 @@ def start_scoring(rewards: RewardSet, given: PromptBatch, sampled: Sampled) -> C
     return finish
 
 
-def join_sampled(join: Compiled | None, pieces: Sequence[Sampled]) -> Sampled:
-    """The parts of a batch as the whole.
+def join_sampled(join: Callable[[Any], Batch] | None, pieces: Sequence[Sampled]) -> Sampled:
+    """The parts of a batch as the whole. (Failures of their environments are the scores' by then.)
 
     Args:
       join: (batches) -> batch; None where there is one part.
@@ -263,23 +292,25 @@ def join_sampled(join: Compiled | None, pieces: Sequence[Sampled]) -> Sampled:
     if join is None:
         (whole,) = pieces
         return whole
-    conversations: list[list[Message]] | None = None
-    if all(piece.conversations is not None for piece in pieces):
-        conversations = [c for piece in pieces for c in piece.conversations or ()]
+
+    def joined(parts: Sequence[list[Any] | None]) -> list[Any] | None:
+        return None if None in parts else [x for part in parts for x in part or ()]
+
     return Sampled(
         join(tuple(piece.batch for piece in pieces)),
         [text for piece in pieces for text in piece.texts],
-        conversations,
+        joined([piece.conversations for piece in pieces]),
+        joined([piece.openings for piece in pieces]),
     )
 
 
-def _metrics(collected: Collected) -> Metrics:
+def _metrics(collected: Collected, curriculum: Curriculum | None) -> Metrics:
     found: Metrics = {}
-    if conversations := collected.sampled.conversations:
-        turns = [collected.sampled.num_turns(row) for row in range(len(conversations))]
+    if collected.sampled.conversations is not None:
+        turns = [collected.sampled.num_turns(row) for row in np.flatnonzero(collected.scored.valid).tolist()] or [0]
         found |= {f"num_turns/{name}": float(f(turns)) for name, f in (("mean", np.mean), ("max", max), ("min", min))}
-    if collected.curriculum is not None:
-        success = collected.curriculum.success
+    if curriculum is not None:
+        success = curriculum.success
         drawn = ~np.isnan(success)
         found["curriculum/success/mean"] = float(success[drawn].mean()) if drawn.any() else 0.0
         found["curriculum/drawn_ratio"] = float(drawn.mean())
@@ -288,7 +319,3 @@ def _metrics(collected: Collected) -> Metrics:
 
 def _at(values: Sequence[Any], places: Sequence[int]) -> list[Any]:
     return [values[place] for place in places]
-
-
-def _number(value: Any) -> float:
-    return float(value) if isinstance(value, bool | int | float) else np.nan

@@ -95,7 +95,34 @@ def make_parser(
         parser.add_argument("--workdir", metavar="DIR", help="the run's folder (default: runs/NAME-TIME)")
         about = "refuse to go on from an older checkpoint where the newest is damaged"
         parser.add_argument("--strict_resume", action="store_true", help=about)
+        several = parser.add_argument_group("several hosts", "the same command in every process, with its own number")
+        several.add_argument("--distributed", action="store_true", help="the cluster says who is who (TPU pods, SLURM)")
+        several.add_argument("--coordinator", metavar="HOST:PORT", help="of process 0, where the cluster does not")
+        several.add_argument("--num_processes", type=int, metavar="N", help="of the run")
+        several.add_argument("--process_id", type=int, metavar="I", help="of this process, from 0")
     return parser
+
+
+def join_peers(args: argparse.Namespace) -> bool:
+    """Makes this process one of a run's, where the command line says so; to be called before anything uses a device.
+
+    Returns:
+      Whether this is the process that speaks: the first, or the only one.
+
+    Raises:
+      UserError: what was given does not make a run.
+    """
+    flags = {"coordinator": args.coordinator, "num_processes": args.num_processes, "process_id": args.process_id}
+    given = [f"--{name}" for name, value in flags.items() if value is not None]
+    if not args.distributed and not given:
+        return True
+    if given and len(given) < len(flags):
+        raise UserError(f"{', '.join(given)}: --coordinator, --num_processes and --process_id belong together")
+    if args.process_id is not None and not 0 <= args.process_id < args.num_processes:
+        raise UserError(f"--process_id={args.process_id}: expected 0 to --num_processes - 1 = {args.num_processes - 1}")
+    from jaxrl_llm.peers import join_run
+
+    return join_run(**flags).first
 
 
 def parse_args(parser: argparse.ArgumentParser, argv: Sequence[str]) -> tuple[Config, argparse.Namespace]:
@@ -122,6 +149,8 @@ def parse_args(parser: argparse.ArgumentParser, argv: Sequence[str]) -> tuple[Co
     if problems:
         raise UserError("\n  ".join(["wrong arguments:", *problems, parser.format_usage().strip()]))
     config = load_config(args.config, overrides)
+    if getattr(args, "workdir", "") is None and (args.distributed or args.coordinator):
+        raise UserError("--workdir: must be given where there are several processes, the same folder to each")
     if getattr(args, "workdir", "") is None:
         args.workdir = os.path.join("runs", f"{config.logging.name}-{time.strftime('%Y%m%d-%H%M%S')}")
     return config, args

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 
 from ml_collections import ConfigDict
 
-from jaxrl_llm import config_rules
+from jaxrl_llm import config_devices, config_roles, config_rules
 from jaxrl_llm.config_values import Range, build, flatten, suggest, unknown_keys
 from jaxrl_llm.errors import UserError
 
@@ -307,14 +307,14 @@ class Config:
     logging: Logging
 
 
-# Which roles a run has, what its names stand for and what its devices must allow: config_rules.py, imported from here.
-need_critic = config_rules.need_critic
-need_reference = config_rules.need_reference
-need_base = config_rules.need_base
-chosen_estimator = config_rules.chosen_estimator
-chosen_policy_loss = config_rules.chosen_policy_loss
-loss_aggregation = config_rules.loss_aggregation
-check_devices = config_rules.check_devices
+# What is asked of a configuration from outside; the names stand in rooms of their own.
+need_critic = config_roles.need_critic
+need_reference = config_roles.need_reference
+need_base = config_roles.need_base
+chosen_estimator = config_roles.chosen_estimator
+chosen_policy_loss = config_roles.chosen_policy_loss
+loss_aggregation = config_roles.loss_aggregation
+check_devices = config_devices.check_devices
 notices = config_rules.notices
 
 
@@ -403,7 +403,7 @@ def resume_differences(old: Config, new: Config) -> tuple[list[str], list[str]]:
     for key in before:
         if before[key] != after[key]:
             line = f"config.{key}: was {before[key]!r}, now {after[key]!r}"
-            if key in ("trainer.steps", "trainer.epochs") and (schedule := config_rules.decays_over_the_run(old)):
+            if key in ("trainer.steps", "trainer.epochs") and (schedule := config_roles.decays_over_the_run(old)):
                 refused.append(f"{line}; the schedule of config.{schedule} decays over the run (set its decay_steps)")
             else:
                 (allowed if key.startswith(RESUMABLE) else refused).append(line)

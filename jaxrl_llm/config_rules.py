@@ -1,21 +1,18 @@
-"""The rules between keys: which values exclude each other, and what a run needs."""
+"""The rules between keys: which values exclude each other. config_devices.py has those that the devices decide."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from jaxrl_llm import dotted, environments
+from jaxrl_llm.config_roles import chosen_estimator, chosen_policy_loss, need_critic, need_reference
 from jaxrl_llm.errors import UserError, nearest
-from jaxrl_llm.rewards import registry
+from jaxrl_llm.rewards import REWARD_MODEL, make_rewards, registry
 
 if TYPE_CHECKING:
-    from jaxrl_llm.algorithms.advantages import Estimator
-    from jaxrl_llm.algorithms.losses import PolicyLoss
-    from jaxrl_llm.config import Config, Mesh
-
-T = TypeVar("T")
+    from jaxrl_llm.config import Config
 
 
 class Broken(NamedTuple):
@@ -23,32 +20,6 @@ class Broken(NamedTuple):
 
     keys: tuple[str, ...]
     text: str
-
-
-def need_critic(config: Config) -> bool:
-    """A critic exists if `critic.enable` says so, else if the estimator is `gae`."""
-    if config.critic.enable == "auto":
-        return config.algorithm.estimator == "gae"
-    return config.critic.enable == "yes"
-
-
-def need_reference(config: Config) -> bool:
-    """A reference exists if KL is in the reward or in the loss."""
-    return config.algorithm.use_kl_in_reward or config.actor.use_kl_loss
-
-
-def need_base(config: Config) -> bool:
-    """Frozen parameters of the actor exist beneath a LoRA overlay, and beneath a critic's value head alone."""
-    return config.model.lora_rank > 0 or (need_critic(config) and config.critic.freeze_trunk)
-
-
-def decays_over_the_run(config: Config) -> str:
-    """The optimizer whose learning rate depends on how long the run is; "" if none does."""
-    optimizers = {"optimizer": config.optimizer}
-    if need_critic(config):
-        optimizers["critic.optimizer"] = config.critic.optimizer
-    decaying = [name for name, o in optimizers.items() if o.schedule != "constant" and not o.decay_steps]
-    return decaying[0] if decaying else ""
 
 
 def broken_rules(config: Config) -> list[Broken]:
@@ -114,71 +85,6 @@ def notices(config: Config) -> list[str]:
     return found
 
 
-def mesh_shape(mesh: Mesh, n_devices: int) -> dict[str, int]:
-    """{"data": …, "fsdp": …, "tensor": …} with the -1 filled in.
-
-    Raises:
-      UserError: the axes do not multiply to the number of devices.
-    """
-    sizes = {"data": mesh.data, "fsdp": mesh.fsdp, "tensor": mesh.tensor}
-    known = 1
-    for size in sizes.values():
-        known *= size if size > 0 else 1
-    free = [axis for axis, size in sizes.items() if size == -1]
-    if n_devices % known or (not free and known != n_devices):
-        axes = ", ".join(f"config.mesh.{axis} = {size}" for axis, size in sizes.items())
-        raise UserError(f"{axes}: the axes must multiply to the number of devices, {n_devices}")
-    return sizes | dict.fromkeys(free, n_devices // known)
-
-
-def check_devices(config: Config, n_devices: int) -> dict[str, int]:
-    """The mesh's shape, after checking that every batch divides over its rows' shards.
-
-    Raises:
-      UserError: listing each batch size that does not.
-    """
-    shape = mesh_shape(config.mesh, n_devices)
-    shards = shape["data"] * shape["fsdp"]
-    lines = []
-
-    def divides(key: str, rows: int, unit: int, what: str) -> None:
-        if rows % unit:
-            lines.append(f"config.{key}: {what} must be a multiple of {unit}, found {rows}")
-
-    where = f"{shards} shards (mesh {shape})"
-    divides("data.train_batch_size", config.data.train_batch_size, shards, f"prompts a step, on {where},")
-    parts = config.rollout.parts
-    if parts > 1:
-        what = f"prompts a step, in {parts} parts on {where},"
-        divides("rollout.parts", config.data.train_batch_size, parts * shards, what)
-    if config.data.eval:
-        divides("eval.batch_size", config.eval.batch_size, shards, f"prompts at a time, on {where},")
-    rows = config.data.train_batch_size * config.rollout.n
-    score = config.trainer.score_micro_batch_size
-    if score:
-        what = f"train_batch_size x rollout.n rows, on {where} of {score} rows at a time,"
-        divides("trainer.score_micro_batch_size", rows, shards * score, what)
-    roles = [("actor", config.actor), *([("critic", config.critic)] if need_critic(config) else [])]
-    for name, role in roles:
-        micro = role.micro_batch_size or 1
-        what = f"mini_batch_size x rollout.n rows, on {where} of {micro} row(s) at a time,"
-        divides(f"{name}.micro_batch_size", role.mini_batch_size * config.rollout.n, shards * micro, what)
-    micro, mini = config.actor.micro_batch_size, config.actor.mini_batch_size * config.rollout.n
-    if micro and micro * shards != mini:
-        reason = ""
-        if chosen_policy_loss(config)[0].needs_whole_minibatch:
-            reason = f"the loss {config.actor.policy_loss!r} selects over the whole mini-batch"
-        elif config.actor.top_entropy_quantile < 1:
-            reason = (
-                f"actor.top_entropy_quantile = {config.actor.top_entropy_quantile} selects over the whole mini-batch"
-            )
-        if reason:
-            lines.append(f"config.actor.micro_batch_size = {micro}: {reason}; set 0 (all {mini} rows at once)")
-    if lines:
-        raise UserError("\n  ".join([f"the configuration does not fit {n_devices} device(s):", *lines]))
-    return shape
-
-
 def _sources(config: Config) -> Iterator[Broken]:
     data = config.data
     if not config.model.path:
@@ -223,9 +129,15 @@ def _rewards(config: Config) -> Iterator[Broken]:
     functions, model = config.reward.functions, config.reward.model
     for name in functions:
         try:
-            registry.resolve(name)
+            seconds = registry.own_deadline(registry.resolve(name))
         except UserError as error:
             yield Broken(("reward.functions",), str(error))
+            continue
+        if seconds >= config.reward.timeout and config.reward.num_workers:
+            text = (
+                f"{name!r} may take {seconds:g} s for a response by itself, and must be given more before it is killed"
+            )
+            yield Broken(("reward.timeout",), text)
     for key in ("weights", "data_sources"):
         values = getattr(config.reward, key)
         if values and len(values) != len(functions):
@@ -367,6 +279,7 @@ def _groups(config: Config) -> Iterator[Broken]:
             yield Broken(
                 (key, "trainer.epochs"), "prompts are not drawn once an epoch then; count trainer.steps instead"
             )
+    yield from _metrics(config)
     if data.curriculum.sampler != "uniform" and data.weights:
         keys = ("data.curriculum.sampler", "data.weights")
         yield Broken(keys, "both say how often a prompt is drawn; leave one of them out")
@@ -381,6 +294,27 @@ def _groups(config: Config) -> Iterator[Broken]:
         if "scores" in entry.needs:
             keys = ("reward.overlong_buffer.enable", "algorithm.estimator")
             yield Broken(keys, "this estimator reads the scores and not the rewards, which alone are shaped")
+
+
+def _metrics(config: Config) -> Iterator[Broken]:
+    """The metrics by which prompts are chosen; what stands beside a score is known once there is a response."""
+    groups, curriculum = config.algorithm.filter_groups, config.data.curriculum
+    asked = {}
+    if groups.enable:
+        asked["algorithm.filter_groups.metric"] = groups.metric
+    if curriculum.sampler != "uniform":
+        asked["data.curriculum.metric"] = curriculum.metric
+    try:
+        names = [*(make_rewards(config.reward.functions).names if config.reward.functions else ())]
+    except UserError:
+        return  # `_rewards` says so
+    names += [REWARD_MODEL] if config.reward.model.path else []
+    for key, metric in asked.items():
+        name = metric.partition("/")[0]
+        if metric != "score" and name not in names:
+            near = nearest(name, ["score", *names])
+            text = f"score, a reward's name, or NAME/KEY of what it returns; there is no reward {name!r}; {near}"
+            yield Broken((key,), text)
 
 
 def _conversation(config: Config) -> Iterator[Broken]:
@@ -426,74 +360,3 @@ def _mesh(config: Config) -> Iterator[Broken]:
     axes = ("data", "fsdp", "tensor")
     if sum(getattr(config.mesh, axis) == -1 for axis in axes) > 1:
         yield Broken(tuple(f"mesh.{axis}" for axis in axes), "at most one axis can take what is left (-1)")
-
-
-def chosen_estimator(config: Config) -> tuple[Estimator, dict[str, Any]]:
-    """The estimator, registered or at a dotted path, and the options to call it with.
-
-    Raises:
-      UserError: there is none of that name.
-    """
-    from jaxrl_llm.algorithms.advantages import ESTIMATORS, Estimator
-
-    algorithm = config.algorithm
-    entry = _chosen(algorithm.estimator, ESTIMATORS, Estimator.of)
-    shared = {
-        "gamma": algorithm.gamma,
-        "lam": algorithm.lam,
-        "scale": algorithm.scale,
-        "epsilon": algorithm.epsilon,
-        "whiten": algorithm.whiten_advantages,
-        "weights": _reward_weights(config),
-    }
-    return entry, _taken(shared, entry.options) | algorithm.estimator_kwargs
-
-
-def _reward_weights(config: Config) -> tuple[float, ...] | None:
-    """One for each column of the scores; None where all are 1."""
-    reward = config.reward
-    if not reward.model.path:
-        return reward.weights or None
-    return (*(reward.weights or (1.0,) * len(reward.functions)), reward.model.weight)
-
-
-def chosen_policy_loss(config: Config) -> tuple[PolicyLoss, dict[str, Any]]:
-    """The policy loss, registered or at a dotted path, and the options to call it with.
-
-    Raises:
-      UserError: there is none of that name.
-    """
-    from jaxrl_llm.algorithms.losses import POLICY_LOSSES, PolicyLoss
-
-    actor = config.actor
-    entry = _chosen(actor.policy_loss, POLICY_LOSSES, PolicyLoss.of)
-    shared = {
-        "aggregation": actor.loss_agg_mode,
-        "scale_factor": actor.loss_scale_factor,
-        "clip_ratio_low": actor.clip_ratio_low,
-        "clip_ratio_high": actor.clip_ratio_high,
-        "clip_ratio_c": actor.clip_ratio_c,
-    }
-    return entry, _taken(shared, entry.options) | actor.loss_kwargs
-
-
-def loss_aggregation(config: Config) -> str:
-    """The aggregation of the actor's loss, entropy and KL: `actor.loss_agg_mode`, or the policy loss's own."""
-    entry, options = chosen_policy_loss(config)
-    return options.get("aggregation") or config.actor.loss_agg_mode or entry.options.get("aggregation") or "token-mean"
-
-
-def _taken(shared: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:
-    """Of the knobs that several functions share, those that are set and that this one has."""
-    return {name: value for name, value in shared.items() if name in options and value is not None}
-
-
-def _chosen(name: str, registry: Mapping[str, T], wrap: Callable[[Callable[..., Any]], T]) -> T:
-    if name in registry:
-        return registry[name]
-    if ":" not in name:
-        raise UserError(f"no such name; {nearest(name, registry)}; or a path module:function")
-    try:
-        return wrap(dotted.load(name))
-    except (TypeError, ValueError) as error:  # not a function, or not one of this kind
-        raise UserError(str(error)) from error

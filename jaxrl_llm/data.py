@@ -16,7 +16,8 @@ import jax
 import numpy as np
 
 from jaxrl_llm.bad_records import BadRecords
-from jaxrl_llm.chat import control_token_in, render_prompt
+from jaxrl_llm.chat import render_prompt
+from jaxrl_llm.control_tokens import control_token_in
 from jaxrl_llm.dotted import split_name
 from jaxrl_llm.errors import UserError, naming, of_kind
 from jaxrl_llm.order import draw_order

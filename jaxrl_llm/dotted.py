@@ -9,6 +9,7 @@ import importlib
 import importlib.util
 import re
 import sys
+import warnings
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -31,7 +32,9 @@ def split_call(text: str) -> tuple[str, dict[str, Any]]:
     if not bracket:
         return name, {}
     try:
-        call = ast.parse(f"f({rest}", mode="eval").body
+        with warnings.catch_warnings():  # an escape that Python does not know, as in a pattern, stays what it is
+            warnings.simplefilter("ignore")
+            call = ast.parse(f"f({rest}", mode="eval").body
         if not isinstance(call, ast.Call) or call.args:
             raise ValueError("only key=value may stand in the brackets")
         kwargs = {}

@@ -4,11 +4,14 @@ An environment is a function `(messages, record) -> observation | None` of the c
 messages, the policy's turns ({"role": "assistant"}, without the stop string that ended them) and what it has been
 answered. It returns what the policy is told next, a message ({"role": "tool", "content": …}) or a text (a message of
 the user), or None where the conversation is over. It keeps nothing between calls: all that it knows stands in the
-conversation, so that a resumed run is the same run.
+conversation, so that a resumed run is the same run. It runs where rewards run (docs/rewards.md): in a worker process,
+for at most `reward.timeout` seconds a turn.
 """
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
@@ -17,6 +20,7 @@ from typing import Any
 
 from jaxrl_llm import dotted
 from jaxrl_llm.errors import UserError, nearest
+from jaxrl_llm.rewards import Reward
 from jaxrl_llm.rewards.arithmetic import BadExpression, evaluate
 
 Message = Mapping[str, Any]
@@ -82,8 +86,36 @@ def resolve(name: str) -> Environment:
     return bound
 
 
+@dataclasses.dataclass(frozen=True)
+class Asker:
+    """An environment in the form of a reward function, so that it can be asked where those run: in worker processes
+    with a deadline. The record holds `messages` and the `record`; the observation stands beside a score of 0."""
+
+    name: str  # what `resolve` takes
+    longest: int  # characters of an observation that are kept
+
+    @property
+    def reward(self) -> Reward:
+        return Reward(f"environment {self.name}", self, "own", 0.0, ())
+
+    def __call__(self, prompt: str, response: str, record: Mapping[str, Any]) -> dict[str, Any]:
+        del prompt, response
+        # Its own, whatever it does to them: other rows of a prompt have the same record.
+        messages, given = copy.deepcopy((record["messages"], record["record"]))
+        observation: Any = _resolved(self.name)(messages, given)
+        if isinstance(observation, str):
+            observation = observation[: self.longest]
+        elif isinstance(observation, Mapping) and isinstance(observation.get("content"), str):
+            observation = {**observation, "content": observation["content"][: self.longest]}
+        return {"score": 0.0, "observation": observation}
+
+
+_resolved = functools.lru_cache(maxsize=8)(resolve)
+
+
 def as_message(observation: Any, name: str = "the environment") -> Message | None:
-    """What an environment returned, as a message; None where the conversation is over.
+    """What an environment returned, as a message; None where the conversation is over. Halves of characters (lone
+    surrogates, of a JSON escape that a tool has read, say), which no tokenizer takes, become U+FFFD.
 
     Raises:
       UserError: it is neither a text, nor a message with a role and a text, nor None.
@@ -94,10 +126,22 @@ def as_message(observation: Any, name: str = "the environment") -> Message | Non
     if observation is None:
         return None
     if isinstance(observation, str):
-        return {"role": "user", "content": observation}
+        return {"role": "user", "content": _whole(observation)}
     if isinstance(observation, Mapping) and isinstance(observation.get("content"), str) and observation.get("role"):
-        return dict(observation)
+        return _whole(dict(observation))
     raise UserError(
         f"{name} returned {observation!r:.80} ({type(observation).__name__}); expected a text, a message with 'role' "
         "and 'content', or None"
     )
+
+
+def _whole(value: Any) -> Any:
+    match value:
+        case str():
+            return value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+        case Mapping():
+            return {_whole(key): _whole(item) for key, item in value.items()}
+        case list() | tuple():
+            return [_whole(item) for item in value]
+        case _:
+            return value

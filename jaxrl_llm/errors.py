@@ -144,10 +144,18 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def leave(code: int) -> None:
-    """Ends the process. Where it was interrupted or stopped at once: threads that still compile can crash an orderly
-    end."""
+    """Ends the process. After an interruption or a signal at once: threads that still compile can crash an orderly end.
+    One of several processes leaves the others first: an orderly end would wait for them, and they for it, without end.
+    """
     sys.stdout.flush()
     sys.stderr.flush()
-    if code in (INTERRUPTED, TRY_AGAIN):
+    if code == INTERRUPTED:
+        os._exit(code)
+    jax = sys.modules.get("jax")
+    if code and jax is not None and jax.distributed.is_initialized():
+        with contextlib.suppress(Exception):
+            jax.distributed.shutdown()  # waits for the others, but not for long (peers.py)
+        os._exit(code)
+    if code == TRY_AGAIN:
         os._exit(code)
     sys.exit(code)

@@ -8,7 +8,6 @@ python -m jaxrl_llm.evaluate --run runs/addition --step 20
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,6 +18,7 @@ import numpy as np
 from jaxrl_llm.command_line import make_parser, parse_args, run_config
 from jaxrl_llm.config import Config
 from jaxrl_llm.errors import UserError, exit_code, leave
+from jaxrl_llm.run_files import storage, to_line
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -57,8 +57,9 @@ def main(argv: Sequence[str] | None = None) -> int:
                 print(summary(name, source, [row for row in rows if row["data_source"] == source]))
         if args.output:
             rows = [{"mode": name, **row} for name, found in results.items() for row in found]
-            lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-            Path(args.output).write_text(lines, encoding="utf-8")
+            with storage(Path(args.output)):
+                lines = "".join(map(to_line, rows))
+                Path(args.output).write_text(lines, encoding="utf-8", errors="backslashreplace")
 
     return exit_code(body)
 
@@ -91,6 +92,8 @@ def evaluate(
         return {"pairs": evaluate_pairs(config, run, report, step)}
     inputs = load_inputs(config, train=False)
     assert inputs.held_out is not None
+    for notice in [*inputs.held_out.skip_notices(), *inputs.held_out.notices()]:
+        report(f"notice: {notice}")
     of_pairs = config.data.chosen_key in inputs.held_out.first()[1]
     if run is None and of_pairs and hf.is_classifier(hf.read_config(inputs.folder)):
         return {"pairs": evaluate_pairs(config, None, report)}
@@ -117,14 +120,18 @@ def evaluate(
 
 
 def summary(name: str, source: str, rows: Sequence[dict[str, Any]]) -> str:
-    """One line: a source's mean score with its 95% interval over problems, how many there are, and each reward's mean
-    where there are several.
+    """One line: a source's mean score with its 95% interval over problems, how many there are, of several responses to
+    each what they are worth together (pass@k, or best@k where scores are not all 0 and 1, and maj@n), and each reward's
+    mean where there are several.
 
     >>> row = {"length": 3, "finish_reason": "stop", "scores": {"exact": 1.0}}
     >>> summary("greedy", "sums", [{"uid": i, "score": float(i < 90), **row} for i in range(100)])
     'greedy   sums  0.900 [0.826, 0.945]  100 problems x 1, mean length 3.0, 0% truncated'
+    >>> row["extras"] = {"exact/pred": "7"}
+    >>> summary("sampled", "sums", [{"uid": i, "score": float(i < 6), **row} for i in range(9) for _ in range(2)])
+    'sampled  sums  0.667 [0.354, 0.879]  9 problems x 2, pass@2 0.667, maj@2 0.667, mean length 3.0, 0% truncated'
     """
-    from jaxrl_llm.evaluation import score_interval
+    from jaxrl_llm.evaluation import of_several, score_interval
 
     mean, low, high = score_interval(rows)
     count = len({row["uid"] for row in rows})
@@ -136,10 +143,16 @@ def summary(name: str, source: str, rows: Sequence[dict[str, Any]]) -> str:
     for row in rows:
         for reward, score in row["scores"].items():
             rewards.setdefault(reward, []).append(score)
+    problems: dict[int, list[dict[str, Any]]] = {}
+    for row in rows:
+        problems.setdefault(row["uid"], []).append(row)
+    worth = of_several(list(problems.values()), n)
+    same = {key.replace("pass", "best") for key in worth if key.startswith("pass")}  # which pass@k tells
+    together = [f"{key} {np.mean(values):.3f}" for key, values in worth.items() if key not in same]
     several = [f"{reward} {np.mean(scores):.3f}" for reward, scores in rewards.items()] if len(rewards) > 1 else []
     return (
         f"{name:<8} {source}  {mean:.3f} [{low:.3f}, {high:.3f}]  {count} problems x {n}, "
-        + ", ".join([*several, f"mean length {length:.1f}", f"{truncated:.0%} truncated"])
+        + ", ".join([*together, *several, f"mean length {length:.1f}", f"{truncated:.0%} truncated"])
         + (f"; the reward failed on {failed} of {len(rows)} responses, which count as 0" if failed else "")
     )
 

@@ -7,16 +7,17 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-import jax
 import numpy as np
 
 from jaxrl_llm.collect import start_scoring
 from jaxrl_llm.compiled import Compiled, compile_reward, compile_sampler
+from jaxrl_llm.config import Eval
 from jaxrl_llm.data import PromptData
 from jaxrl_llm.loading import Inputs
+from jaxrl_llm.metrics import finite_number
 from jaxrl_llm.rewards import RewardSet
 from jaxrl_llm.samplers import Sampler, make_sampler
-from jaxrl_llm.sharding import Layout, abstract_like
+from jaxrl_llm.sharding import Layout, abstract_like, fetch
 from jaxrl_llm.steps.phases import Program
 from jaxrl_llm.steps.sampling import Sampling
 from jaxrl_llm.types import Params
@@ -41,7 +42,7 @@ class Evaluator:
             sampled = self.sampler(view, given, step)
             scored = start_scoring(self.rewards, given, sampled)()
             batch = self.reward(sampled.batch, *self.layout.put_rows((scored.scores, scored.valid)), None)
-            scores, scored_by, valid, lengths, reasons = jax.device_get(
+            scores, scored_by, valid, lengths, reasons = fetch(
                 (batch.scores, batch.scores_mask, batch.row_valid, batch.response_length, batch.finish_reason)
             )
             n, shown = batch.n, sampled.shown
@@ -76,18 +77,24 @@ class Evaluators:
         metrics, rows = {}, []
         for evaluator in self.each:
             found = list(evaluator.rows(view, step))
-            metrics |= evaluation_metrics(found)
+            # The last one's have the plain names; what is told of another way of sampling is not lost under them.
+            metrics |= evaluation_metrics(found, beside="" if evaluator is self.each[-1] else evaluator.mode)
             rows += found
         return metrics, rows
 
 
+def sampling_ways(settings: Eval) -> list[tuple[str, int, Sampling]]:
+    """What `config.eval` asks for: of each way its mode, the responses to a prompt, and how to sample."""
+    mode = "sampled" if settings.temperature else "greedy"
+    ways = [(mode, settings.n, Sampling(temperature=settings.temperature))]
+    if settings.greedy and settings.temperature:
+        ways.insert(0, ("greedy", 1, Sampling(temperature=0.0)))
+    return ways
+
+
 def make_evaluators(program: Program, inputs: Inputs, view: Any, *, report: Callable[[str], None]) -> Evaluators:
     """What `config.eval` asks for: n responses at its temperature, and a greedy one where that is wanted as well."""
-    settings = program.config.eval
-    greedy = Sampling(temperature=0.0)
-    ways = [("sampled" if settings.temperature else "greedy", settings.n, Sampling(temperature=settings.temperature))]
-    if settings.greedy and settings.temperature:
-        ways.insert(0, ("greedy", 1, greedy))
+    ways = sampling_ways(program.config.eval)
 
     def one(mode: str, n: int, sampling: Sampling) -> Evaluator:
         name = "testing" if len(ways) == 1 else f"testing, {mode}"
@@ -133,7 +140,7 @@ def make_evaluator(
     )
 
 
-def evaluation_metrics(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+def evaluation_metrics(rows: Sequence[Mapping[str, Any]], *, beside: str = "") -> dict[str, float]:
     """Mean score by data source, verl's names: `val-core/SOURCE/reward/mean@n`, and per function where there are
     several; its 95% interval from `val-aux/SOURCE/reward/low95` to `high95`.
 
@@ -144,6 +151,11 @@ def evaluation_metrics(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
 
     A failed reward counts as 0 (held-out accuracy is not allowed to rise because answers crash the scorer), and is
     counted in `val-aux/SOURCE/failed_ratio`.
+
+    Args:
+      rows: see `Evaluator.rows`; n of each prompt.
+      beside: where another evaluation has these names, what to put before those that do not tell n: with "greedy",
+        `val-aux/SOURCE/greedy/reward/low95` and `val-aux/SOURCE/greedy/failed_ratio`.
 
     >>> rows = [{"uid": 1, "data_source": "sums", "score": 1.0, "scores": {"number": 1.0}, "extras": {}, "length": 3,
     ...          "finish_reason": "stop"}]
@@ -157,17 +169,18 @@ def evaluation_metrics(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
         for row in own:
             by_problem.setdefault(row["uid"], []).append(row)
         problems, n = list(by_problem.values()), len(own) // len(by_problem)
+        aux = f"val-aux/{source}/{beside}" if beside else f"val-aux/{source}"
         metrics[f"val-aux/{source}/problems"] = float(len(problems))
         metrics[f"val-core/{source}/reward/mean@{n}"] = _mean([row["score"] or 0.0 for row in own])
         if len(problems) > 1:
             _, low, high = score_interval(own)
-            metrics |= {f"val-aux/{source}/reward/low95": low, f"val-aux/{source}/reward/high95": high}
-        for name, values in _of_several(problems, n).items():
+            metrics |= {f"{aux}/reward/low95": low, f"{aux}/reward/high95": high}
+        for name, values in of_several(problems, n).items():
             metrics[f"val-core/{source}/reward/{name}"] = _mean(values)
             if len(problems) > 1:
                 _, low, high = score_interval([{"uid": i, "score": value} for i, value in enumerate(values)])
-                aux = f"val-aux/{source}/reward/{name}"
-                metrics |= {f"{aux}/low95": low, f"{aux}/high95": high}
+                several = f"val-aux/{source}/reward/{name}"
+                metrics |= {f"{several}/low95": low, f"{several}/high95": high}
         functions = list(dict.fromkeys(name for row in own for name in row["scores"]))
         for name in functions if len(functions) > 1 else ():
             metrics[f"val-aux/{source}/{name}/mean@{n}"] = _mean(
@@ -176,20 +189,20 @@ def evaluation_metrics(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
         extras: dict[str, list[float]] = {}
         for row in own:
             for name, value in row["extras"].items():
-                if isinstance(value, bool | int | float) and math.isfinite(value):
-                    extras.setdefault(name, []).append(float(value))
+                if (number := finite_number(value)) is not None:
+                    extras.setdefault(name, []).append(number)
         for name, values in sorted(extras.items()):
             metrics[f"val-aux/{source}/{name}/mean@{n}"] = _mean(values)
-        metrics[f"val-aux/{source}/response_length/mean"] = _mean([row["length"] for row in own])
+        metrics[f"{aux}/response_length/mean"] = _mean([row["length"] for row in own])
         if any(row.get("num_turns", 1) != 1 for row in own):
-            metrics[f"val-aux/{source}/num_turns/mean"] = _mean([row["num_turns"] for row in own])
-        metrics[f"val-aux/{source}/truncated_ratio"] = _mean([row["finish_reason"] == "length" for row in own])
-        metrics[f"val-aux/{source}/failed_ratio"] = _mean([row["score"] is None for row in own])
+            metrics[f"{aux}/num_turns/mean"] = _mean([row["num_turns"] for row in own])
+        metrics[f"{aux}/truncated_ratio"] = _mean([row["finish_reason"] == "length" for row in own])
+        metrics[f"{aux}/failed_ratio"] = _mean([row["score"] is None for row in own])
     return metrics
 
 
-def _of_several(problems: Sequence[Sequence[Mapping[str, Any]]], n: int) -> dict[str, list[float]]:
-    """What n responses together are worth, problem by problem."""
+def of_several(problems: Sequence[Sequence[Mapping[str, Any]]], n: int) -> dict[str, list[float]]:
+    """What n responses together are worth, problem by problem: best@k, pass@k and maj@n, see `evaluation_metrics`."""
     if n < 2:
         return {}
     scores = [[row["score"] or 0.0 for row in rows] for rows in problems]

@@ -23,7 +23,7 @@ from jaxrl_llm.models.lora import join
 from jaxrl_llm.models.transformer import TransformerConfig, init_params, make_transformer
 from jaxrl_llm.rewards import RewardSet, make_rewards
 from jaxrl_llm.roles import check_same_computation, check_vocabulary
-from jaxrl_llm.sharding import Layout, abstract, make_mesh
+from jaxrl_llm.sharding import Layout, abstract, make_mesh, put
 from jaxrl_llm.steps.phases import Program, make_program
 from jaxrl_llm.steps.rollout import StopRules
 from jaxrl_llm.steps.step import init_key
@@ -235,11 +235,11 @@ def load_model_params(folder: Path, model: Model, layout: Layout, key: Array) ->
     }
 
     def place(path: str, array: np.ndarray) -> Any:
-        return jax.device_put(array, shardings[path])
+        return put(array, shardings[path])
 
     params = hf.load_params(folder, declaration, place=place, key=key, fresh=fresh)
     if head:
-        bias = jax.device_put(np.zeros((), head["bias"].dtype), layout.replicated)
+        bias = layout.put_whole(np.zeros((), head["bias"].dtype))
         params[VALUE_HEAD] = {"kernel": params.pop(SCORE)[0], "bias": bias}
     return params
 
@@ -254,7 +254,7 @@ def build_program(config: Config, inputs: Inputs, layout: Layout, total_steps: i
         actor,
         critic,
         layout=layout,
-        stops=jax.device_put(stops, layout.replicated),
+        stops=layout.put_whole(stops),
         total_steps=total_steps,
         reward_names=inputs.rewards.names,
     )

@@ -10,7 +10,7 @@ import itertools
 import math
 import re
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from typing import Any, NamedTuple
 
 RECENT = 20  # steps whose mean duration predicts the time left, and whose phases are shown
@@ -70,6 +70,9 @@ def headline(metrics: Mapping[str, float]) -> list[tuple[str, str]]:
     return line
 
 
+GREEDY = "/greedy"
+
+
 class Evaluated(NamedTuple):
     """The score of a source of `data.eval`, with its 95% interval and the share of failed rewards in words, and what
     else was measured: the several rewards that it is made of, those that are only watched."""
@@ -88,14 +91,27 @@ def evaluated_scores(metrics: Mapping[str, float]) -> list[Evaluated]:
     """
     found = []
     for name, mean in metrics.items():
-        if not (match := re.fullmatch(r"val-core/(.+)/reward/mean@\d+", name)) or not finite(mean):
+        if not (match := re.fullmatch(r"val-core/(.+)/reward/mean@(\d+)", name)) or not finite(mean):
             continue
-        low, high = (metrics.get(f"val-aux/{match[1]}/reward/{side}95") for side in ("low", "high"))
+        aux = beside_mean(metrics, match[1], int(match[2]))
+        low, high = (metrics.get(f"{aux}/reward/{side}95") for side in ("low", "high"))
         text = f"{mean:.3f}" + (f" [{low:.3f}, {high:.3f}]" if low is not None and high is not None else "")
-        if failed := metrics.get(f"val-aux/{match[1]}/failed_ratio"):
+        if failed := metrics.get(f"{aux}/failed_ratio"):
             text += f" (the reward failed on {failed:.0%}, which count as 0)"
-        found.append(Evaluated(match[1], mean, text, other_scores(metrics, match[1], mean)))
+        greedy = " greedy" if aux.endswith(GREEDY) else ""
+        found.append(Evaluated(match[1] + greedy, mean, text, other_scores(metrics, match[1], mean)))
     return found
+
+
+def beside_mean(names: Container[str], source: str, n: int) -> str:
+    """What the names of the interval and the failures that belong to a source's mean@n begin with: where there are
+    greedy responses beside sampled ones, theirs are apart.
+
+    >>> beside_mean({"val-aux/sums/failed_ratio", "val-aux/sums/greedy/failed_ratio"}, "sums", 1)
+    'val-aux/sums/greedy'
+    """
+    aux = f"val-aux/{source}"
+    return aux + GREEDY if n == 1 and f"{aux}{GREEDY}/failed_ratio" in names else aux
 
 
 def other_scores(metrics: Mapping[str, float], source: str, mean: float) -> dict[str, float]:

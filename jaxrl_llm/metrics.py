@@ -301,9 +301,24 @@ def extras_metrics(extras: Sequence[Mapping[str, Any] | None]) -> dict[str, floa
     found: dict[str, list[float]] = {}
     for row in extras:
         for name, value in (row or {}).items():
-            if isinstance(value, bool | int | float) and math.isfinite(value):
-                found.setdefault(name, []).append(float(value))
+            if (number := finite_number(value)) is not None:
+                found.setdefault(name, []).append(number)
     return {f"reward_extra/{name}/mean": sum(values) / len(values) for name, values in found.items()}
+
+
+def finite_number(value: Any) -> float | None:
+    """What a reward function returned, as a number that can be counted; None of a text, NaN, or an integer that no
+    float holds.
+
+    >>> finite_number(True), finite_number("7"), finite_number(10**400)
+    (1.0, None, None)
+    """
+    if not isinstance(value, bool | int | float):
+        return None
+    try:
+        return float(value) if math.isfinite(value) else None
+    except OverflowError:
+        return None
 
 
 def _summary(name: str, x: Array, mask: Array) -> Metrics:

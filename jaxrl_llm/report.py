@@ -24,6 +24,7 @@ from typing import Any
 
 from jaxrl_llm.config import unresolve
 from jaxrl_llm.errors import StorageError, UserError, exit_code, nearest_path
+from jaxrl_llm.meters import GREEDY, beside_mean
 from jaxrl_llm.report_charts import CHARTS, PHASES
 from jaxrl_llm.report_numbers import evaluated, seconds_text, tiles
 from jaxrl_llm.run_files import read_jsonl, replace_file, storage
@@ -169,8 +170,10 @@ def _charts(names: Sequence[str], moving: Collection[str]) -> list[Row]:
                 if match := re.fullmatch(pattern, name):
                     one: Row = {"name": name, "label": match.expand(label)}
                     if name.startswith("val-core/"):
-                        aux = name.replace("val-core/", "val-aux/").rpartition("/")[0]
-                        one |= {"low": f"{aux}/low95", "high": f"{aux}/high95"} if f"{aux}/low95" in names else {}
+                        aux = beside_mean(names, match[1], int(match[2]))
+                        one["label"] += " greedy" if aux.endswith(GREEDY) else ""
+                        ends = {end: f"{aux}/reward/{end}95" for end in ("low", "high")}
+                        one |= ends if ends["low"] in names else {}
                     series.append(one)
         seen = not chart.if_not_zero or any(one["name"] in moving for one in series)
         if len(series) >= chart.at_least and seen:

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from jaxrl_llm.meters import other_scores
+from jaxrl_llm.meters import GREEDY, beside_mean, other_scores
 
 Row = dict[str, Any]
 
@@ -34,10 +34,13 @@ def evaluated(metrics: Sequence[Mapping[str, Any]]) -> list[Row]:
             match = re.fullmatch(r"val-core/(.+)/reward/mean@(\d+)", name)
             if match is None or mean is None:
                 continue
-            aux = f"val-aux/{match[1]}"
+            n = int(match[2])
+            aux = beside_mean(line, match[1], n)
             score = Score(line["step"], mean, *(line.get(f"{aux}/reward/{side}95") for side in ("low", "high")))
-            row = found.setdefault(name, {"source": match[1], "n": int(match[2]), "first": score})
-            row |= {"last": score, "problems": line.get(f"{aux}/problems"), "failed": line.get(f"{aux}/failed_ratio")}
+            source = match[1] + (" greedy" if aux.endswith(GREEDY) else "")
+            row = found.setdefault(name, {"source": source, "n": n, "first": score})
+            row |= {"last": score, "problems": line.get(f"val-aux/{match[1]}/problems")}
+            row["failed"] = line.get(f"{aux}/failed_ratio")
             row["others"] = other_scores(line, match[1], mean)
     for row in found.values():
         scores = list(dict.fromkeys((row["first"], row["last"])))

@@ -14,6 +14,7 @@ from jaxrl_llm.config import Config, resume_differences, to_json
 from jaxrl_llm.curriculum import Curriculum
 from jaxrl_llm.errors import StorageError, UserError, nearest
 from jaxrl_llm.loading import Inputs, abstract_state, frozen_base, initial_state
+from jaxrl_llm.peers import Peers
 from jaxrl_llm.steps.phases import Program
 from jaxrl_llm.types import RunState
 from jaxrl_llm.writers import previous_config
@@ -49,12 +50,15 @@ class Keeper:
         # The metrics of that step, whose evaluation is still to be made: a signal came, and its time was for saving.
         self.pending: dict[str, float] | None = None
         self.best: Best | None = None
-        self._checkpoints: Checkpoints | None = None
+        self._checkpoints, self._saved = None, set[int]()
         if workdir is None:
             return
         changed = _check_config(config, workdir)
         self._checkpoints = Checkpoints(workdir / "checkpoints", keep=config.trainer.keep_checkpoints)
-        self.step, problems = self._checkpoints.newest_good(strict=strict)
+        found = self._checkpoints.newest_good(strict=strict)
+        (self.step, problems), steps = Peers.of_run().share((found, self._checkpoints.steps()))[0]
+        # Not asked again of the folder, of which one process may know a little later than another.
+        self._saved = set(steps)
         self.notes += [f"notice: a checkpoint is damaged: {problem}" for problem in problems]
         if self.step is not None:
             self.notes += [f"resumed from step {self.step}", *changed]
@@ -99,8 +103,9 @@ class Keeper:
           metrics: of the step, by which the best one is found.
           pending: these, where the step is still to be evaluated.
         """
-        if self._checkpoints is None or step in self._checkpoints.steps():
+        if self._checkpoints is None or step in self._saved:
             return
+        self._saved.add(step)
         self.consider(step, metrics)
         meta: dict[str, Any] = {"cursor": cursor, "config": to_json(self.config)}
         if curriculum is not None:

@@ -28,7 +28,7 @@ from jaxrl_llm.exchanges import Exchanges
 from jaxrl_llm.loading import Inputs, load_inputs, make_layout, make_reward_model, policy_params
 from jaxrl_llm.models import classifier, hf
 from jaxrl_llm.records import field
-from jaxrl_llm.sharding import Layout, abstract_like
+from jaxrl_llm.sharding import Layout, abstract_like, fetch
 from jaxrl_llm.steps.phases import Program, make_program, sampler_view
 from jaxrl_llm.steps.scoring import score_responses
 from jaxrl_llm.steps.training import make_reward_training
@@ -132,7 +132,7 @@ class PairEvaluator:
         rows = []
         for given in self.data.eval_batches(self.batch_size):
             host = self.pairs.batch(given)
-            scores = np.asarray(self.score(view, self.layout.put_rows(host)), np.float64).reshape(-1, 2)
+            scores = np.asarray(fetch(self.score(view, self.layout.put_rows(host))), np.float64).reshape(-1, 2)
             for group in np.flatnonzero(np.asarray(given.prompts.prompt_valid)).tolist():
                 (chosen, rejected), own = scores[group].tolist(), slice(2 * group, 2 * group + 2)
                 whole = bool((np.asarray(host.finish_reason)[own] == FINISH_STOP).all())

@@ -21,7 +21,7 @@ from jaxrl_llm.exchanges import Exchanges
 from jaxrl_llm.loading import Inputs, load_model_params
 from jaxrl_llm.models import classifier, hf
 from jaxrl_llm.models.transformer import make_transformer
-from jaxrl_llm.sharding import Layout, abstract_like
+from jaxrl_llm.sharding import Layout, abstract, abstract_like, fetch
 from jaxrl_llm.sources import Record
 from jaxrl_llm.steps.phases import sampler_view
 from jaxrl_llm.steps.scoring import score_sequences
@@ -92,7 +92,18 @@ class RewardScorer:
         with naming("config.reward.model.path"):
             # The key is not used: the folder has every leaf.
             params = load_model_params(self._folder, self._model, self._layout, jax.random.key(0))
-        self._params = jax.jit(partial(sampler_view, self._config))(params)
+        self.params = jax.jit(partial(sampler_view, self._config))(params)
+
+    def declare(self) -> None:
+        """In place of `load` where the program is only to be compiled: shapes and shardings of the parameters."""
+        declared = self._model.declare()
+        params = jax.tree.map(
+            lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
+            abstract(declared),
+            self._layout.params(declared),
+        )
+        # Without what `Compiled` reports: it is no phase of its own.
+        self.params = Compiled("view", partial(sampler_view, self._config), params, report=lambda text: None).out
 
     def compile(self, report: Callable[[str], None]) -> None:
         def score(params: Params, tokens: Array, mask: Array) -> Array:
@@ -102,8 +113,8 @@ class RewardScorer:
         given = [
             jax.ShapeDtypeStruct((self._rows, self.max_length), dtype, sharding=rows) for dtype in (np.int32, np.bool_)
         ]
-        params = abstract_like(self._params)
-        self._score = Compiled("reward_model", score, params, *given, report=report, out_shardings=rows)
+        params = abstract_like(self.params)
+        self.compiled = Compiled("reward_model", score, params, *given, report=report, out_shardings=rows)
 
     def __call__(self, prompts: Sequence[str], responses: Sequence[str], records: Sequence[Record]) -> list[Any]:
         del prompts  # the records hold them whole, chats as chats
@@ -121,8 +132,8 @@ class RewardScorer:
             kept = self._exchanges.cut(ids, self.max_length)
             tokens[row, : len(kept)], mask[row, : len(kept)] = kept, True
         parts = [slice(start, start + self._rows) for start in range(0, len(tokens), self._rows)]
-        scores = [self._score(self._params, *self._layout.put_rows((tokens[at], mask[at]))) for at in parts]
-        for row, score in enumerate(np.concatenate(jax.device_get(scores))[: len(found)].tolist() if parts else []):
+        scores = [self.compiled(self.params, *self._layout.put_rows((tokens[at], mask[at]))) for at in parts]
+        for row, score in enumerate(np.concatenate(fetch(scores))[: len(found)].tolist() if parts else []):
             if isinstance(found[row], dict):
                 found[row]["score"] = score
         return found

@@ -4,29 +4,33 @@ or in several with an environment (environments.py) that answers between them.""
 from __future__ import annotations
 
 import dataclasses
-import traceback
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-import jax
 import numpy as np
 
 from jaxrl_llm.chat import render_observation
 from jaxrl_llm.compiled import AnySampler, CompiledTurns
 from jaxrl_llm.config import Config
 from jaxrl_llm.data import PromptBatch
-from jaxrl_llm.environments import Message, as_message, resolve
-from jaxrl_llm.errors import UserError
+from jaxrl_llm.environments import Asker, Message, as_message
+from jaxrl_llm.errors import UserError, naming
 from jaxrl_llm.loading import Inputs
 from jaxrl_llm.models import hf
 from jaxrl_llm.records import prompt_of
-from jaxrl_llm.sharding import Layout
+from jaxrl_llm.rewards import Reward
+from jaxrl_llm.rewards.forms import Result, call
+from jaxrl_llm.rewards.pool import RewardPool
+from jaxrl_llm.sharding import Layout, fetch
 from jaxrl_llm.steps.rollout import StopRules
 from jaxrl_llm.tokenizer import response_text
 from jaxrl_llm.types import FINISH_STOP, Batch, Params
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
+
+
+CHARACTERS = 64  # of a token; no token is longer, so that an observation of megabytes is not encoded whole
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,27 +44,28 @@ class Sampled:
     conversations: list[list[Message]] | None = (
         None  # B, where there is an environment: every message, the prompt's too
     )
+    openings: list[int] | None = None  # B, how many messages of each are the prompt's
     failures: dict[int, str] = dataclasses.field(default_factory=dict)  # row -> why its environment failed
 
     def num_turns(self, row: int) -> int:
         """Turns of the policy."""
-        if self.conversations is None:
+        if self.conversations is None or self.openings is None:
             return 1
-        return sum(message["role"] == "assistant" for message in self.conversations[row])
+        return sum(message["role"] == "assistant" for message in self.conversations[row][self.openings[row] :])
 
     @property
     def shown(self) -> list[str]:
         """The responses as people see them: of a conversation everything behind the prompt."""
-        if self.conversations is None:
+        if self.conversations is None or self.openings is None:
             return self.texts
-        return [_shown(conversation) for conversation in self.conversations]
+        return [_shown(talk[opening:]) for talk, opening in zip(self.conversations, self.openings, strict=True)]
 
 
 def response_texts(
     batch: Batch, tokenizer: PreTrainedTokenizerFast, stops: StopRules, stop: Sequence[str]
 ) -> list[str]:
     """The responses [B] as rewards see them: their own tokens but special ones, cut before a stop token or string."""
-    host = jax.device_get((batch.responses, batch.response_mask, batch.finish_reason, stops.ids, stops.min_new_tokens))
+    host = fetch((batch.responses, batch.response_mask, batch.finish_reason, stops.ids, stops.min_new_tokens))
     responses, mask, reasons, stop_ids, least = (np.asarray(x) for x in host)
     return [
         response_text(tokenizer, ids[own].tolist(), reason == FINISH_STOP, stop_ids, stop, int(least))
@@ -68,11 +73,8 @@ def response_texts(
     ]
 
 
-def _shown(conversation: Sequence[Message]) -> str:
-    first = next((at for at, m in enumerate(conversation) if m["role"] == "assistant"), len(conversation))
-    return "\n".join(
-        m["content"] if m["role"] == "assistant" else f"[{m['role']}: {m['content']}]" for m in conversation[first:]
-    )
+def _shown(messages: Sequence[Message]) -> str:
+    return "\n".join(m["content"] if m["role"] == "assistant" else f"[{m['role']}: {m['content']}]" for m in messages)
 
 
 class Sampler:
@@ -113,36 +115,38 @@ class Sampler:
         assert isinstance(self._compiled, CompiledTurns) and self._conversation is not None
         talk, compiled = self._conversation, self._compiled
         cache, state = compiled.begin(view, prompts, self._stops, step)
-        stop_ids, least = jax.device_get((self._stops.ids, self._stops.min_new_tokens))
+        stop_ids, least = fetch((self._stops.ids, self._stops.min_new_tokens))
         rows = state.length.shape[0]
         n = rows // len(given.records)
         limits = np.repeat(np.asarray(given.prompts.max_new_tokens), n)
         records = [record for record in given.records for _ in range(n)]
         conversations = [talk.opening(record) if record else [] for record in records]
+        openings, least = [len(messages) for messages in conversations], int(least)
         texts, failures = [""] * rows, {}
         begun, active = np.zeros(rows, np.int32), limits > 0
         truncated = np.zeros(rows, np.bool_)
         for turn in range(talk.max_turns):
-            responses, lengths, reasons = jax.device_get((state.responses, state.length, state.finish_reason))
+            responses, lengths, reasons = fetch((state.responses, state.length, state.finish_reason))
             tokens = np.zeros((rows, talk.width), np.int32)
             mask = np.zeros(tokens.shape, np.bool_)
+            waiting = []
             for row in np.flatnonzero(active).tolist():
                 own, stopped = responses[row, begun[row] : lengths[row]].tolist(), bool(reasons[row] == FINISH_STOP)
-                held = int(least) if turn == 0 else 0  # the least length is of the response, not of a turn
+                held = least if turn == 0 else 0  # the least length is of the response, not of a turn
                 texts[row] = response_text(self._tokenizer, own, stopped, stop_ids, self._stop, held)
                 conversations[row].append({"role": "assistant", "content": texts[row]})
                 active[row] = False
-                if not stopped or turn + 1 == talk.max_turns:
+                if stopped and turn + 1 < talk.max_turns:
+                    waiting.append(row)
+            answers = talk.ask([conversations[row] for row in waiting], [records[row] for row in waiting])
+            for row, answer in zip(waiting, answers, strict=True):
+                if answer.failure is not None:
+                    failures[row] = f"row {row}, {answer.failure}"
                     continue
-                try:
-                    observation = talk.environment(list(conversations[row]), records[row])
-                except (Exception, SystemExit):
-                    failures[row] = f"row {row}: the environment {talk.name!r} failed: {traceback.format_exc()[-4000:]}"
-                    continue
-                message = as_message(observation, f"the environment {talk.name!r}")
+                message = as_message(answer.extras["observation"], f"the environment {talk.name!r}")
                 if message is None:
                     continue
-                message, ids = talk.fit(records[row], message, own[-1])
+                message, ids = talk.fit(records[row], message, int(responses[row, lengths[row] - 1]))
                 if lengths[row] + len(ids) >= limits[row]:  # no room for it and a token more
                     truncated[row] = True
                     continue
@@ -155,21 +159,35 @@ class Sampler:
             cache, state = compiled.go_on(view, cache, state, *put, self._stops)
         del cache
         batch = compiled.finish(prompts, state, self._layout.put_rows(truncated))
-        return Sampled(batch, texts, conversations, failures)
+        return Sampled(batch, texts, conversations, openings, failures)
 
 
 class Conversation:
-    """The config's environment, and how its observations become tokens."""
+    """The config's environment, and how its observations become tokens.
 
-    def __init__(self, config: Config, tokenizer: PreTrainedTokenizerFast, end_ids: Sequence[int]) -> None:
-        """
-        Raises:
-          UserError: there is no such environment.
-        """
+    Args:
+      pool: whose workers the environment runs in; None, or one that does not have it: this process.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        tokenizer: PreTrainedTokenizerFast,
+        end_ids: Sequence[int],
+        pool: RewardPool | None = None,
+    ) -> None:
         settings = config.rollout.multi_turn
-        self.name, self.environment = settings.environment, resolve(settings.environment)
+        self.name, self._asked, self._pool = settings.environment, environment_of(config), pool
         self.max_turns, self.width = settings.max_assistant_turns, settings.max_observation_length
         self._data, self._tokenizer, self._end_ids = config.data, tokenizer, set(end_ids)
+
+    def ask(self, conversations: Sequence[Sequence[Message]], records: Sequence[Any]) -> list[Result]:
+        """What the environment says to each, beside a score that means nothing, or why it failed."""
+        given = [{"messages": list(c), "record": record} for c, record in zip(conversations, records, strict=True)]
+        nothing, asked = [""] * len(given), self._asked
+        if self._pool is not None and asked.name in self._pool.names:
+            return self._pool.start(asked.name, nothing, nothing, given)()
+        return call(asked.function, asked.form, asked.name, nothing, nothing, given)
 
     def opening(self, record: Any) -> list[Message]:
         """The messages of a record's prompt."""
@@ -187,18 +205,18 @@ class Conversation:
         """
 
         def ids(characters: int) -> list[int]:
-            return render_observation(
-                self._tokenizer,
-                prompt_of(record, self._data.prompt_key, self._data.prompt_template),
-                {**message, "content": message["content"][:characters]},
-                end_ids=self._end_ids,
-                turn_ended=last in self._end_ids,
-                chat_template=self._data.chat_template,
-                template_kwargs=self._data.template_kwargs,
-            )
+            with naming(f"a message of the environment {self.name!r} behind a turn"):
+                return render_observation(
+                    self._tokenizer,
+                    prompt_of(record, self._data.prompt_key, self._data.prompt_template),
+                    {**message, "content": message["content"][:characters]},
+                    end_ids=self._end_ids,
+                    turn_ended=last in self._end_ids,
+                    chat_template=self._data.chat_template,
+                    template_kwargs=self._data.template_kwargs,
+                )
 
-        # No token is longer than this many characters, so that a text of megabytes is not encoded whole.
-        high = min(len(message["content"]), 64 * self.width)
+        high = min(len(message["content"]), CHARACTERS * self.width)
         if len(found := ids(high)) <= self.width:
             return {**message, "content": message["content"][:high]}, found
         low = 0
@@ -223,12 +241,22 @@ def make_conversation(config: Config, inputs: Inputs) -> Conversation | None:
     if not config.rollout.multi_turn.environment:
         return None
     end_ids = hf.read_eos_ids(inputs.folder)
-    conversation = Conversation(config, inputs.tokenizer, end_ids)
+    conversation = Conversation(config, inputs.tokenizer, end_ids, inputs.rewards.pool)
     data = inputs.train or inputs.held_out
     assert data is not None
     _, record = data.first()
-    conversation.fit(record, {"role": "user", "content": "0"}, end_ids[0])
+    opening: list[Message] = [*conversation.opening(record), {"role": "assistant", "content": ""}]
+    (answer,) = conversation.ask([opening], [record])
+    # That it fails on an empty turn proves nothing.
+    message = as_message(answer.extras.get("observation"), f"the environment {conversation.name!r}")
+    conversation.fit(record, message or {"role": "user", "content": "0"}, end_ids[0])
     return conversation
+
+
+def environment_of(config: Config) -> Reward:
+    """The config's environment, to be called where rewards are."""
+    settings = config.rollout.multi_turn
+    return Asker(settings.environment, CHARACTERS * settings.max_observation_length).reward
 
 
 def make_sampler(config: Config, inputs: Inputs, layout: Layout, stops: StopRules, compiled: AnySampler) -> Sampler:

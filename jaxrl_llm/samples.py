@@ -8,11 +8,11 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-import jax
 import numpy as np
 
 from jaxrl_llm.data import PromptBatch
 from jaxrl_llm.rewards import Scores
+from jaxrl_llm.sharding import fetch
 from jaxrl_llm.tokenizer import token_bytes
 from jaxrl_llm.types import FINISH_STOP, Batch
 
@@ -41,7 +41,7 @@ TOKENS_AT_START, TOKENS_AT_END = 1500, 500
 
 def rollout_rows(batch: Batch, given: PromptBatch, texts: Sequence[str], scored: Scores) -> list[dict[str, Any]]:
     """One dict a response: its texts, scores and all of its per-token evidence, cut to the response's length."""
-    host: Batch = jax.device_get(batch)
+    host: Batch = fetch(batch)
     rows = []
     for row, text in enumerate(texts):
         token_scores = host.token_level_scores

@@ -15,8 +15,9 @@ from typing import Any
 
 import numpy as np
 
-from jaxrl_llm.chat import check_characters, encode_response
+from jaxrl_llm.chat import encode_response
 from jaxrl_llm.config import Config
+from jaxrl_llm.control_tokens import check_characters
 from jaxrl_llm.data import PromptBatch
 from jaxrl_llm.errors import UserError, leave, naming, of_kind
 from jaxrl_llm.exchanges import check_ids

@@ -40,7 +40,7 @@ RULES: dict[str, str | tuple[str, ...]] = {
 def make_mesh(*, data: int, fsdp: int, tensor: int, devices: Sequence[Any] | None = None) -> Mesh:
     """The mesh of `devices` (None: all of them), whose number is data · fsdp · tensor.
 
-    Where a config may leave an axis open (−1), `config_rules.mesh_shape` decides on its size.
+    Where a config may leave an axis open (−1), `config_devices.mesh_shape` decides on its size.
 
     Raises:
       ValueError: the axes do not multiply to the number of devices.
@@ -128,9 +128,29 @@ class Layout:
         )
 
     def put_rows(self, tree: Any) -> Any:
-        """Host arrays, of which every process holds its own part, as arrays spread over the mesh along the leading
-        axis."""
-        return jax.tree.map(lambda x: jax.make_array_from_process_local_data(self.rows, np.asarray(x)), tree)
+        """Host arrays, the same in every process, as arrays spread over the mesh along the leading axis."""
+        return jax.tree.map(lambda x: put(x, self.rows), tree)
+
+    def put_whole(self, tree: Any) -> Any:
+        """Host arrays, the same in every process, as arrays that each device holds whole."""
+        return jax.tree.map(lambda x: put(x, self.replicated), tree)
+
+
+def put(x: Any, sharding: NamedSharding) -> Array:
+    """A host array, the same in every process, with this sharding; each process puts down the parts of its devices."""
+    host = np.asarray(x)
+    return jax.make_array_from_callback(host.shape, sharding, lambda at: host[at])
+
+
+def fetch(tree: Any) -> Any:
+    """The arrays as numpy's, whole in every process. Where there are several, all of them must call it."""
+    if all(
+        not isinstance(x, jax.Array) or x.is_fully_addressable or x.is_fully_replicated for x in jax.tree.leaves(tree)
+    ):
+        return jax.device_get(tree)
+    from jax.experimental import multihost_utils
+
+    return jax.tree.map(lambda x: multihost_utils.process_allgather(x, tiled=True), tree)
 
 
 def abstract(declaration: Any) -> Any:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
+import inspect
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -136,8 +138,14 @@ def _import_datasets(label: str) -> Any:
 
 def _from_function(name: str, kwargs: Mapping[str, Any]) -> Source:
     path, arguments = dotted.split_call(name)
-    function = dotted.load(path)
+    function, given = dotted.load(path), {**kwargs, **arguments}
+    with contextlib.suppress(TypeError, ValueError):  # not a function, or a builtin without a signature
+        known = inspect.signature(function).parameters
+        takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values())
+        for argument in () if takes_any else given:
+            if argument not in known:
+                raise UserError(f"{name}: no argument {argument!r}; {nearest(argument, known)}")
     try:
-        return RecordSequence(function(**{**kwargs, **arguments}), name)
+        return RecordSequence(function(**given), name)
     except TypeError as error:
         raise UserError(f"{name}: {error}") from error

@@ -6,7 +6,6 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-import jax
 import numpy as np
 
 from jaxrl_llm.command_line import make_parser, parse_args
@@ -66,7 +65,7 @@ class SupervisedRun(Run):
         with timer("update_actor"):
             updated = self._train("actor", self._training, batch, number)
         self.step, self._cursor = self.step + 1, given.cursor
-        done = jax.device_put(np.int32(self.step), self._layout.replicated)
+        done = self._layout.put_whole(np.int32(self.step))
         self._state = self._state.replace(step=done)
         prompt_tokens, response_tokens = int(np.sum(host.prompt_mask)), int(np.sum(host.response_mask))
         metrics = host_metrics({}, {"actor": updated}, prefix={"actor": "train"}) | {

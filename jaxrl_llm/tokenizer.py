@@ -29,6 +29,10 @@ def load_tokenizer(path_or_id: str | Path) -> PreTrainedTokenizerFast:
         raise UserError(f"tokenizer: {str(path_or_id)!r} is not a folder")
     if is_folder and not any((folder / name).exists() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")):
         found = ", ".join(sorted(file.name for file in folder.iterdir())[:10]) or "nothing"
+        if (folder / "adapter_config.json").exists():
+            found += "; a LoRA adapter is no model: jaxrl_llm.export without --adapter writes the two merged"
+        elif (folder / "checkpoints").is_dir():
+            found += "; a run is no model: jaxrl_llm.export writes one of it"
         raise UserError(f"tokenizer: no tokenizer.json in {str(folder)!r} (found: {found})")
     # transformers' advice to install PyTorch would be the first line that a user sees, and it is wrong here.
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from jaxrl_llm.command_line import make_parser, parse_args
+from jaxrl_llm.command_line import join_peers, make_parser, parse_args
 from jaxrl_llm.errors import exit_code, leave
 from jaxrl_llm.guard import run_guarded
 
@@ -19,11 +19,24 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     def body() -> None:
         parser = make_parser("train", "Trains a language model by PPO or GRPO.")
+        parser.add_argument("--dry_run", action="store_true", help="check and compile all, print each device's memory")
+        parser.add_argument(
+            "--device_memory", type=float, metavar="GB", help="of a device, for --dry_run to compare with"
+        )
         config, args = parse_args(parser, sys.argv[1:] if argv is None else argv)
+        speaks = join_peers(args)
+        if args.dry_run:
+            from jaxrl_llm.dry_run import dry_run
+
+            found = dry_run(config, report=print if speaks else lambda text: None)
+            if speaks:
+                print(found.table(1e9 * args.device_memory if args.device_memory else None))
+            return
         from jaxrl_llm.trainer import fit  # jax is slow to import, and errors in the arguments should not wait for it
 
         run_guarded(fit, config, args)
-        print(f"done: {Path(args.workdir)} holds metrics.jsonl, samples.jsonl and checkpoints/")
+        if speaks:
+            print(f"done: {Path(args.workdir)} holds metrics.jsonl, samples.jsonl and checkpoints/")
 
     return exit_code(body)
 

@@ -33,16 +33,17 @@ from jaxrl_llm.memory import explain
 from jaxrl_llm.metrics import extras_metrics, timing_metrics
 from jaxrl_llm.models.hf_export import export_policy
 from jaxrl_llm.order import epoch_steps
+from jaxrl_llm.peers import Peers
 from jaxrl_llm.resume import Keeper
 from jaxrl_llm.reward_scorer import RewardScorer, make_scorer
 from jaxrl_llm.rewards import Scores
 from jaxrl_llm.samplers import make_sampler
 from jaxrl_llm.samples import rollout_rows, sample_rows
-from jaxrl_llm.sharding import abstract_like
+from jaxrl_llm.sharding import abstract_like, fetch
 from jaxrl_llm.steps.phases import Program
 from jaxrl_llm.timers import Timers, host_metrics
 from jaxrl_llm.types import Batch, RunState
-from jaxrl_llm.writers import RunWriter, check_loggers, machine_facts
+from jaxrl_llm.writers import RunWriter, SilentWriter, check_loggers, machine_facts
 
 Metrics = dict[str, float]
 
@@ -95,7 +96,8 @@ class Run:
         self._workdir = None if workdir is None else Path(workdir)
         if self._workdir and self._workdir.exists() and not self._workdir.is_dir():
             raise UserError(f"--workdir {workdir}: is a file; expected a folder, or nothing yet")
-        self._writer, self._keeper, self._evaluator = None, None, None
+        self._writer: RunWriter | None = None
+        self._keeper, self._evaluator, self._peers = None, None, Peers.of_run()
         with self._timers("start"):
             self._inputs = load_inputs(config, check=self._check_record)
             with self._closed_by_errors():
@@ -122,14 +124,15 @@ class Run:
         self.step = int(self._state.step)
         # Opened last: a start that fails leaves the folder as it was.
         if workdir:
-            self._writer = RunWriter(
-                workdir,
-                config,
-                total_steps=self.total_steps,
-                resumed_step=-1 if keeper.step is None else keeper.step,
-                unfinished=keeper.pending is not None,
-                machine=machine_facts(),
-            )
+            self._peers.share(None)  # nobody writes before everybody has read what the folder holds
+            given: dict[str, Any] = {
+                "total_steps": self.total_steps,
+                "resumed_step": -1 if keeper.step is None else keeper.step,
+                "unfinished": keeper.pending is not None,
+                "machine": machine_facts(),
+            }
+            silent = SilentWriter(config, self.total_steps)
+            self._writer = RunWriter(workdir, config, **given) if self._peers.first else silent
             self._guard.watchdog.tell = self._writer.stuck
         self._told_of_failures = False
         self._note_inputs()
@@ -175,7 +178,7 @@ class Run:
                 moved = phases.update_reference(state.reference, self._state.actor.params, np.int32(self.step + 1))
                 self._state = self._state.replace(reference=wait(moved))
         self.step, self._cursor, self._curriculum = self.step + 1, given.cursor, collected.curriculum
-        done = jax.device_put(np.int32(self.step), self._layout.replicated)
+        done = self._layout.put_whole(np.int32(self.step))
         self._state = self._state.replace(kl_coef=kl_coef, step=done)
         extras = [extras for extras, valid in zip(scored.extras, scored.valid, strict=True) if valid]
         numbers = host_metrics(metrics, updated) | extras_metrics(extras) | collected.metrics
@@ -205,19 +208,19 @@ class Run:
                 self._write(0, self._evaluate())
             if keeper.pending is not None:
                 self._write(self.step, self._finished(keeper.pending))
-            signals = self._guard.signals
-            signals.stepping, unfinished = True, None
+            self._guard.signals.stepping, unfinished, asked = True, None, ""
             while self.step < self.total_steps:
                 keeper.poll()
-                if signals.received:
-                    self._stop(unfinished)
+                if asked := asked or self._asked_to_stop():
+                    self._stop(asked, unfinished)
                 self._timers.reset()
                 with self._timers("step"):
                     stepped = self._step()
                     metrics, last = stepped.metrics, self.step == self.total_steps
                     broken = why_stop(config, metrics, stepped.scored, self._state)
                     # Who stops a run gives it little time: it is for saving.
-                    hurried = bool(signals.received) and not last
+                    asked = self._asked_to_stop()
+                    hurried = bool(asked) and not last
                     evaluate = not broken and (_due(self.step, config.eval.interval) or (last and config.eval.after))
                     if evaluate and not hurried:
                         metrics |= self._evaluate()
@@ -245,7 +248,11 @@ class Run:
                 yield metrics, stepped.batch
         self.close()
 
-    def _stop(self, unfinished: Metrics | None) -> None:
+    def _asked_to_stop(self) -> str:
+        """The signal that any of the run's processes has received, "" if none has; all of them must ask."""
+        return next(filter(None, self._peers.share(self._guard.signals.received)), "")
+
+    def _stop(self, signal: str, unfinished: Metrics | None) -> None:
         """Ends the run since a signal asked for it.
 
         Args:
@@ -258,7 +265,7 @@ class Run:
                 self._save({}, unfinished)
                 self._keeper.wait()
             kept = "it is saved; the same command goes on"
-        raise TryAgain(f"{self._guard.signals.received}: after step {self.step} of {self.total_steps}; {kept}")
+        raise TryAgain(f"{signal}: after step {self.step} of {self.total_steps}; {kept}")
 
     def _finished(self, metrics: Metrics) -> Metrics:
         """The metrics of the step before a run was stopped, with those of its evaluation."""
@@ -410,9 +417,12 @@ class Run:
         if self._workdir is None:
             return
         folder = self._workdir / "model"
-        if folder.exists():  # of this run, when it was shorter
-            shutil.rmtree(folder)
-        export_policy(folder, ordinary_policy(self._program, self._inputs, self._state), self._inputs.folder)
+        policy = ordinary_policy(self._program, self._inputs, self._state)
+        policy = fetch(policy) if self._peers.count > 1 else policy
+        if self._peers.first:
+            if folder.exists():  # of this run, when it was shorter
+                shutil.rmtree(folder)
+            export_policy(folder, policy, self._inputs.folder)
         self._note(f"model: {folder}")
 
     def _write(self, step: int, metrics: Metrics) -> None:

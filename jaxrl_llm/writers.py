@@ -261,6 +261,34 @@ class RunWriter:
         return lines
 
 
+class SilentWriter(RunWriter):
+    """What every process of a run but the first has: it wants what the first one's wants, and writes nothing."""
+
+    def __init__(self, config: Config, total_steps: int):
+        self._config, self._total_steps = config, total_steps
+
+    def step(self, step: int, metrics: Mapping[str, Any]) -> None:
+        pass
+
+    def samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        pass
+
+    def rollouts(self, step: int, rows: Iterable[Mapping[str, Any]]) -> None:
+        pass
+
+    def evaluation(self, step: int, rows: Iterable[Mapping[str, Any]]) -> None:
+        pass
+
+    def note(self, text: str) -> None:
+        pass
+
+    def stuck(self, why: str) -> None:
+        pass
+
+    def close(self, error: BaseException | None = None) -> None:
+        pass
+
+
 def _scores(row: Mapping[str, Any]) -> str:
     """
     >>> first, last = Score(0, 0.2, None, None), Score(60, 0.71, 0.62, 0.79)

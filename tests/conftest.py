@@ -1,7 +1,5 @@
 import os
 
-import pytest
-
 from tests import quick
 
 # Most of the tests' time goes into compiling. XLA_FLAGS=--xla_backend_optimization_level=3 compiles as on other days.
@@ -9,6 +7,7 @@ if "xla_backend_optimization_level" not in os.environ.get("XLA_FLAGS", ""):
     os.environ["XLA_FLAGS"] = " ".join([*os.environ.get("XLA_FLAGS", "").split(), *quick.FLAGS])
 
 import jax
+import pytest
 from hypothesis import settings
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
@@ -18,11 +17,16 @@ settings.load_profile("fixed")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--by_hand", action="store_true", help="run the tests that take minutes as well")
+    parser.addoption("--long", action="store_true", help="run the tests that take a minute or more as well")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--long"):
+        os.environ["JAXRL_LLM_LONG_TESTS"] = "1"  # for the processes that tests start
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if not config.getoption("--by_hand"):
-        left_out = [item for item in items if item.get_closest_marker("by_hand")]
-        items[:] = [item for item in items if item not in left_out]
-        config.hook.pytest_deselected(items=left_out)
+    if not config.getoption("--long"):
+        for item in items:
+            if item.get_closest_marker("long"):
+                item.add_marker(pytest.mark.skip(reason="takes a minute or more: --long"))

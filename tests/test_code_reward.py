@@ -333,3 +333,14 @@ def test_a_row_scores_alone_among_others():
     scores = rewards.score([""] * 3, texts, [PLUS_ONE, PLUS_ONE, {"answer": "?"}])
     assert scores.scores[:, 0].tolist() == [1, 0, 0]
     assert scores.valid.tolist() == [True, True, False]
+
+
+def test_its_own_deadline_comes_before_the_workers():
+    """Else a response that uses its time up would be a failed row, and not a wrong one."""
+    from tests import tiny_folder  # which imports jax, and nothing else here does
+
+    slow = f"code(run_model_code=True, seconds=12, namespaces={NAMESPACES})"
+    with pytest.raises(UserError, match=r"config.reward.timeout = 10.0: .* may take 12 s .* must be given more"):
+        tiny_folder.config(reward__functions=("exact", slow), reward__num_workers=1)
+    for changes in ({"reward__timeout": 12.5, "reward__num_workers": 1}, {"reward__num_workers": 0}):
+        tiny_folder.config(reward__functions=(slow,), **changes)

@@ -12,10 +12,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jaxrl_llm import collect
 from jaxrl_llm.algorithms.shaping import overlong_penalty
 from jaxrl_llm.compiled import pick_prompts
 from jaxrl_llm.curriculum import Curriculum
 from jaxrl_llm.errors import StorageError, UserError
+from jaxrl_llm.samplers import Sampler
 from jaxrl_llm.steps.phases import make_program
 from jaxrl_llm.steps.step import make_step, step_key
 from jaxrl_llm.trainer import Run, fit
@@ -151,6 +153,27 @@ def test_parts_are_the_whole() -> None:
     np.testing.assert_allclose(a, b, atol=1e-4)
 
 
+def test_a_part_is_scored_while_the_next_is_sampled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both parts are under way on the device before the first is waited for, and its scoring has begun before the
+    second is."""
+    order: list[str] = []
+    start_scoring, start = collect.start_scoring, Sampler.start
+
+    def scoring(*given: Any) -> Any:
+        order.append("score")
+        return start_scoring(*given)
+
+    def sampling(*given: Any) -> Any:
+        order.append("sample")
+        finish = start(*given)
+        return lambda: order.append("wait") or finish()
+
+    monkeypatch.setattr(collect, "start_scoring", scoring)
+    monkeypatch.setattr(Sampler, "start", sampling)
+    next(run_of(trainer__steps=1, rollout__parts=2))
+    assert order == ["sample", "sample", "wait", "score", "wait", "score"]
+
+
 def test_parts_must_be_equal() -> None:
     with pytest.raises(UserError, match=r"rollout.parts = 3, config.data.train_batch_size = 4"):
         tiny_folder.config(rollout__parts=3)
@@ -227,6 +250,11 @@ def test_a_success_is_in_0_to_1() -> None:
         ({"data__curriculum__sampler": "hard", "data__weights": (1.0,)}, "how often a prompt is drawn"),
         ({"algorithm__filter_groups__enable": True, "trainer__epochs": 1}, "once an epoch"),
         ({"reward__overlong_buffer__enable": True, "reward__overlong_buffer__len": 9}, "cannot be longer"),
+        (
+            {"algorithm__filter_groups__enable": True, "algorithm__filter_groups__metric": "digit/letters"},
+            r"filter_groups.metric = 'digit/letters': .* did you mean 'digits'\?",
+        ),
+        ({"data__curriculum__sampler": "hard", "data__curriculum__metric": "acc"}, "valid: digits, score"),
     ],
 )
 def test_rules(changes: dict[str, Any], words: str) -> None:

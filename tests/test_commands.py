@@ -191,13 +191,14 @@ def accuracy(lines: list[str], name: str) -> dict[str, float]:
     found = {}
     for line in lines:
         match = re.fullmatch(
-            r"(\w+) +(\w+)  (-?[\d.]+) \[(-?[\d.]+), (-?[\d.]+)\]  [24] problems x \d, mean length [\d.]+, "
-            r"\d+% truncated",
+            r"(\w+) +(\w+)  (-?[\d.]+) \[(-?[\d.]+), (-?[\d.]+)\]  [24] problems x \d, (?:best@2 ([\d.]+), )?"
+            r"mean length [\d.]+, \d+% truncated",
             line,
         )
         assert match, line
-        mean, low, high = map(float, match.groups()[2:])
-        assert low <= mean <= high
+        mean, low, high = map(float, match.groups()[2:5])
+        assert low <= mean <= high and (match[6] is None) == (match[1] == "greedy")
+        assert match[6] is None or float(match[6]) >= mean, "the best of two"
         if match[1] == name:
             found[match[2]] = mean
     return found
@@ -231,6 +232,24 @@ def assert_scores(rows: list[dict[str, Any]], metrics: dict[str, float]) -> None
     for source in ("words", "signs"):
         scores = [row["score"] for row in rows if row["mode"] == "greedy" and row["data_source"] == source]
         assert sum(scores) / len(scores) == pytest.approx(metrics[f"val-core/{source}/reward/mean@1"], abs=1e-6)
+
+
+def test_evaluate_tells_of_skipped_records_and_writes_any_text(command: Any, recipe: Path, tmp_path: Path) -> None:
+    data, output = tmp_path / "held_out.jsonl", tmp_path / "answers.jsonl"
+    data.write_text('{"prompt": "1+2=?", "answer": "3"}\n{"prompt": ""}\n')
+    (tmp_path / "half.py").write_text(
+        "def half(prompt, response, record):\n    return {'score': 1, 'pred': '\\ud800'}\n"
+    )
+    settings = (f"data.eval={data}", "data.on_bad_record=skip", f"reward.functions={tmp_path / 'half.py'}:half")
+    given = [f"--config.{text}" for text in settings]
+    ran = command(evaluate.main, f"--config={recipe}", *given, "--samples=3", f"--output={output}")
+    assert ran.code == 0
+    assert (
+        "notice: 1 of 2 records of config.data.eval" in ran.err and "held_out.jsonl:2: the prompt is empty" in ran.err
+    )
+    *_, sampled = ran.out.splitlines()
+    assert "1 problems x 3, pass@2 1.000, pass@3 1.000, maj@3 1.000, mean length" in sampled
+    assert {row["extras"]["half/pred"] for row in read_jsonl(output)} == {"\ud800"}
 
 
 def test_evaluate_a_checkpoint(command: Any, recipe: Path, tmp_path: Path) -> None:

@@ -311,7 +311,8 @@ def test_functions_and_other_sequences_are_sources(tmp_path):
     [
         ("jaxrl_llm.tasks:additoin", "no 'additoin' in jaxrl_llm.tasks; did you mean 'addition'"),
         ("jaxrl_llm.task:addition", "there is no module 'jaxrl_llm.task'"),
-        ("jaxrl_llm.tasks:addition(base=2)", "unexpected keyword argument 'base'"),
+        ("jaxrl_llm.tasks:addition(base=2)", "no argument 'base'; valid: "),
+        ("jaxrl_llm.tasks:addition(digit=2)", "no argument 'digit'; did you mean 'digits'"),
         ("jaxrl_llm.tasks:addition(2)", "only key=value"),
         ("jaxrl_llm.tasks:addition(digits=f())", "plain values"),
         ("jaxrl_llm.tasks:addition(split='dev')", "split must be all, train or test, found 'dev'"),

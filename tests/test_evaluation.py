@@ -15,6 +15,8 @@ from hypothesis import strategies as st
 
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.evaluation import best_of, evaluation_metrics, majority, score_interval
+from jaxrl_llm.meters import evaluated_scores
+from jaxrl_llm.report_numbers import evaluated
 from jaxrl_llm.trainer import fit
 from jaxrl_llm.writers import read_jsonl
 from tests import tiny_folder
@@ -112,6 +114,18 @@ def test_greedy_and_sampled_in_one_run(tmp_path: Path) -> None:
             for mode in ("greedy", "sampled")
         ]
         assert means == pytest.approx([line["val-core/words/reward/mean@1"], line["val-core/words/reward/mean@4"]])
+        # Each has an interval of its own, as people see them as well.
+        for mode, mean, aux in zip(("greedy", "sampled"), means, ("words/greedy", "words"), strict=True):
+            own = [row for row in found if row["mode"] == mode and row["data_source"] == "words"]
+            ends = [line[f"val-aux/{aux}/reward/{end}95"] for end in ("low", "high")]
+            assert [mean, *ends] == pytest.approx(score_interval(own))
+            assert line[f"val-aux/{aux}/response_length/mean"] == pytest.approx(np.mean([row["length"] for row in own]))
+        shown = {score.source: score.text for score in evaluated_scores(line)}
+        assert list(shown) == ["words greedy", "signs greedy", "words", "signs"]
+        low, high = (line[f"val-aux/words/greedy/reward/{end}95"] for end in ("low", "high"))
+        assert shown["words greedy"] == f"{means[0]:.3f} [{low:.3f}, {high:.3f}]"
+        told = {row["source"]: row["last"] for row in evaluated([line])}
+        assert (told["words greedy"].low, told["words"].low) == (low, line["val-aux/words/reward/low95"])
 
 
 def test_one_sampled_response_would_have_the_greedy_ones_name() -> None:

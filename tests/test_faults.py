@@ -171,7 +171,7 @@ def test_a_stuck_phase_ends_with_75_and_its_stacks(tmp_path: Path, stuck: str, w
         assert "line 12 in <module>" in ran.stderr
 
 
-@pytest.mark.by_hand
+@pytest.mark.long
 @pytest.mark.parametrize("reward", ["at_times_for_ever", "backtracking"])
 def test_a_run_that_is_stuck_in_a_reward_ends_with_75(tmp_path: Path, reward: str) -> None:
     """In the run's own process, without a worker that could be killed."""
@@ -463,7 +463,7 @@ def test_killed_while_saving(tmp_path: Path) -> None:
     kill_while_saving(tmp_path, times=1)
 
 
-@pytest.mark.by_hand
+@pytest.mark.long
 def test_killed_while_saving_ten_times(tmp_path: Path) -> None:
     kill_while_saving(tmp_path, times=10)
 
@@ -491,7 +491,7 @@ KILLS += [("update_reference", 5), ("testing", 9), ("testing", 4), ("save_checkp
 KILLS += [("checksums", 4), ("newest", 4), ("checksums", 9), ("newest", 9)]
 
 
-@pytest.mark.by_hand
+@pytest.mark.long
 @pytest.mark.parametrize(("phase", "step"), KILLS, ids=[f"{phase}-{step}" for phase, step in KILLS])
 def test_killed_in_a_phase(ten_steps: tuple[Path, Path], tmp_path: Path, phase: str, step: int) -> None:
     """Then resumed: 10 steps are those of the run that nothing happened to, by SHA-256 of state and batches."""
@@ -530,7 +530,7 @@ def state_digest(run: Path, step: int) -> str:
 # 13: other meshes
 
 
-@pytest.mark.by_hand
+@pytest.mark.long
 def test_another_mesh_restores(tmp_path: Path) -> None:
     flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8"
     with start(tmp_path, "meshes", str(tmp_path), XLA_FLAGS=flags) as process:
@@ -545,7 +545,7 @@ def test_another_mesh_restores(tmp_path: Path) -> None:
 # 20: nothing compiles
 
 
-@pytest.mark.by_hand
+@pytest.mark.long
 def test_fifty_steps_of_varying_lengths_compile_nothing(tmp_path: Path) -> None:
     """Evaluation, checkpoints and samples among them."""
     often: dict[str, Any] = {"trainer__steps": 50, "trainer__save_interval": 7, "eval__interval": 11}

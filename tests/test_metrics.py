@@ -209,5 +209,5 @@ def test_timing():
 
 
 def test_extras():
-    rows = [{"parsed": True, "len": 3, "why": "text"}, {"parsed": False, "len": float("nan")}, None]
+    rows = [{"parsed": True, "len": 3, "why": "text", "huge": 10**400}, {"parsed": False, "len": float("nan")}, None]
     assert metrics.extras_metrics(rows) == {"reward_extra/parsed/mean": 0.5, "reward_extra/len/mean": 3.0}

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import math
 import pickle
 import subprocess
@@ -15,6 +16,7 @@ from jaxrl_llm.errors import UserError
 from jaxrl_llm.rewards import BUILT_IN, batched, jax_reward, make_rewards, resolve
 from jaxrl_llm.rewards.gold import gold_answer
 from jaxrl_llm.rewards.numbers import last_number
+from jaxrl_llm.run_files import to_line
 
 
 def score(functions, responses=("7",), records=None, **kwargs):
@@ -140,6 +142,40 @@ def test_a_row_fails_alone(kind):
 def test_the_traceback_and_the_extras_of_a_failed_row_are_kept():
     assert 'raise RuntimeError("the reason")' in score([failing("raises")]).failures[0]
     assert score([failing("inf")]).extras == [{"broken/note": "kept"}]
+
+
+def nested(depth):
+    value = []
+    for _ in range(depth - 1):
+        value = [value]
+    return {"score": 1.0, "parsed": value}
+
+
+@pytest.mark.parametrize(
+    "returned, kept",
+    [({"score": 1.0, "n": 10**400}, True), (nested(50), True), (nested(51), False), (nested(400), False)],
+)
+def test_extras_that_a_run_could_not_write_fail_their_row(returned, kept):
+    """A number that is no float is kept; what is nested so deeply that a recursion would end in it is not."""
+    found = make_rewards([lambda prompt, response, record: returned]).score([""], [""], [{}])
+    assert found.valid.tolist() == [kept]
+    json.loads(to_line(found.extras[0]))
+    assert kept or "nested more than 50 deep" in found.failures[0]
+
+
+def test_a_record_belongs_to_its_row():
+    """As in a worker: the rows of a prompt have one record, and a function may do with it what it likes."""
+
+    def taking(prompt, response, record):
+        record["deep"]["list"].append(1)
+        return float(record.pop("answer")) + len(record["deep"]["list"])
+
+    record = {"answer": "3", "deep": {"list": []}}
+    found = make_rewards([taking]).score([""] * 3, [""] * 3, [record] * 3)
+    assert found.scores[:, 0].tolist() == [4.0] * 3 and record == {"answer": "3", "deep": {"list": []}}
+    every = batched(lambda prompts, responses, records: [taking("", "", dict(r)) for r in records])
+    assert make_rewards([every]).score([""] * 2, [""] * 2, [record] * 2).scores[:, 0].tolist() == [4.0, 5.0]
+    assert record["deep"] == {"list": []}
 
 
 def test_a_batched_function_that_raises_fails_every_row():

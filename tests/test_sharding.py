@@ -29,9 +29,14 @@ from jaxrl_llm.sharding import AXES, BATCH_AXES, Layout, make_mesh
 from jaxrl_llm.steps.optimizer import make_optimizer
 from jaxrl_llm.types import Batch
 from tests import tiny
-from tests.on_devices import FLAGS, JOBS, MESHES, STEPS
+from tests.on_devices import FLAGS, JOBS, LONG, MESHES, REPLAYED, STEPS
 
 ROOT = Path(__file__).parents[1]
+REPLAYS = [
+    pytest.param(case, mesh, marks=() if mesh in REPLAYED[case] else pytest.mark.long)
+    for case, meshes in LONG.items()
+    for mesh in meshes
+]
 
 
 # What eight devices found
@@ -68,8 +73,7 @@ def assert_close(found: Any, expected: Any) -> None:
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4, err_msg=jax.tree_util.keystr(path))
 
 
-@pytest.mark.parametrize("mesh", MESHES)
-@pytest.mark.parametrize("case", ["grpo", "ppo"])
+@pytest.mark.parametrize(("case", "mesh"), REPLAYS)
 def test_the_recorded_tokens_of_a_run_give_the_same_run(result: Callable[[str], Any], case: str, mesh: str) -> None:
     runs = result(case)
     for found, expected in zip(runs[mesh]["after"], runs["single"]["after"], strict=True):
@@ -116,15 +120,14 @@ def test_in_float64_every_mesh_samples_the_same_tokens(result: Callable[[str], A
     np.testing.assert_allclose(batch.rollout_log_probs, single.rollout_log_probs, atol=1e-12)
 
 
-@pytest.mark.parametrize("mesh", MESHES)
-def test_a_device_does_its_share_of_the_work(result: Callable[[str], Any], mesh: str) -> None:
+@pytest.mark.parametrize(("case", "mesh"), [replay for replay in REPLAYS if replay.values[0] == "ppo"])
+def test_a_device_does_its_share_of_the_work(result: Callable[[str], Any], case: str, mesh: str) -> None:
     """Scoring and updates, in micro-batches: an eighth, but for the optimizer's work on parameters that are whole."""
-    runs = result("ppo")
+    runs = result(case)
     assert runs[mesh]["flops"] < 1.6 / 8 * runs["single"]["flops"]
 
 
-@pytest.mark.parametrize("mesh", MESHES)
-@pytest.mark.parametrize("case", ["grpo", "ppo"])
+@pytest.mark.parametrize(("case", "mesh"), REPLAYS)
 def test_activations_stay_where_their_rows_are(result: Callable[[str], Any], case: str, mesh: str) -> None:
     assert result(case)[mesh]["gathers"] == {}
 

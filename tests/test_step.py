@@ -256,3 +256,14 @@ def test_the_config_decides_who_exists() -> None:
     assert p.critic and p.values and p.ref and p.old_log_prob
     with pytest.raises(ValueError, match="needs a critic model"):
         make_program(dataclasses.replace(p.config), tiny.model())
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"rollout__multi_turn__environment": "calculator"}, {"algorithm__filter_groups__enable": True}],
+)
+def test_what_a_pure_step_has_no_part_in_is_refused(changes: dict[str, Any]) -> None:
+    """Rather than left out in silence."""
+    changes = {**changes, "rollout__multi_turn__max_observation_length": 2}
+    with pytest.raises(ValueError, match=f"config.{next(iter(changes)).replace('__', '.')} = .* jaxrl_llm.fit"):
+        make_step(make_program(tiny.config(**changes), tiny.model()), tiny.even_tokens)

@@ -14,9 +14,10 @@ import pytest
 
 from jaxrl_llm import environments
 from jaxrl_llm.chat import render_observation
+from jaxrl_llm.collect import open_rewards
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.loading import load_inputs
-from jaxrl_llm.samplers import make_conversation
+from jaxrl_llm.samplers import Sampled, make_conversation
 from jaxrl_llm.steps.rollout import as_batch, begin, decode, no_stop_rules, observe
 from jaxrl_llm.steps.sampling import Sampling
 from jaxrl_llm.steps.scoring import score_tokens
@@ -185,6 +186,30 @@ def test_an_environment_that_fails_costs_its_rows_alone() -> None:
     assert batch.row_valid is not None and metrics["reward/failed_ratio"] == 1 - float(batch.row_valid.mean())
 
 
+@pytest.mark.parametrize("workers", [0, 1])
+def test_where_the_environment_runs(workers: int) -> None:
+    """Here, or in a worker with a deadline: the same answers, and the same reasons."""
+    changes = {"rollout__multi_turn__environment": "tests.tiny_folder:moody", "reward__num_workers": workers}
+    config = tiny_folder.config(**{**CONVERSATION, **changes, "reward__timeout": 1.0})
+    inputs = open_rewards(config, load_inputs(config))
+    with inputs.rewards:
+        talk = make_conversation(config, inputs)
+        assert talk is not None
+        turns = [[{"role": "assistant", "content": text}] for text in ("abc", "xyz", "sleep")]
+        fine, failed, slow = talk.ask(turns if workers else turns[:2] + turns[:1], [{}] * 3)
+    assert fine.failure is None and fine.extras["observation"] == "go on"
+    assert failed.failure is not None and "RuntimeError: not this letter" in failed.failure
+    if workers:
+        assert slow.failure is not None and "no answer within 1 s" in slow.failure
+
+
+def test_an_environment_of_the_wrong_type_is_found_before_the_first_step() -> None:
+    config = tiny_folder.config(**{**CONVERSATION, "rollout__multi_turn__environment": "tests.tiny_folder:numbers"})
+    inputs = open_rewards(config, load_inputs(config))
+    with inputs.rewards, pytest.raises(UserError, match=r"the environment 'tests.tiny_folder:numbers' returned 7"):
+        make_conversation(config, inputs)
+
+
 # Messages as tokens
 
 
@@ -287,6 +312,48 @@ def test_environments_that_are_none(name: str, words: str) -> None:
 def test_observations_that_are_none(returned: Any) -> None:
     with pytest.raises(UserError, match=r"expected a text, a message with 'role' and 'content', or None"):
         environments.as_message(returned)
+
+
+def test_halves_of_characters_are_made_whole() -> None:
+    """A tool that has read a JSON escape of a model's text returns such; no tokenizer takes them."""
+    message = {"role": "tool", "content": "\ud800 7", "name": ["\udc00"], "at": {"\ud83d": "\ud83d\ude00"}}
+    whole = environments.as_message(message)
+    assert whole == {"role": "tool", "content": "\ufffd 7", "name": ["\ufffd"], "at": {"\ufffd": "\U0001f600"}}
+    config = tiny_folder.config(**CONVERSATION)
+    talk = make_conversation(config, load_inputs(config))
+    assert whole and talk and talk.fit({"prompt": "1+2=?"}, whole, tiny_folder.EOS)[1]
+
+
+def test_an_environment_cannot_change_what_it_is_given() -> None:
+    def greedy(messages: Any, record: Any) -> str:
+        messages[0]["content"], record["answer"] = "x", "y"
+        messages.append({"role": "user", "content": "z"})
+        return "7"
+
+    asked = environments.Asker("tests.tiny_folder:counting", 100)
+    messages, record = [{"role": "user", "content": "a"}], {"answer": "3"}
+    environments._resolved.cache_clear()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tiny_folder, "counting", greedy)
+        assert asked("", "", {"messages": messages, "record": record})["observation"] == "7"
+    environments._resolved.cache_clear()
+    assert (messages, record) == ([{"role": "user", "content": "a"}], {"answer": "3"})
+
+
+def test_a_role_that_templates_do_not_know_is_the_environments() -> None:
+    config = tiny_folder.config(**CONVERSATION)
+    talk = make_conversation(config, load_inputs(config))
+    assert talk is not None
+    with pytest.raises(UserError, match="a message of the environment 'tests.tiny_folder:counting' .* role 'robot'"):
+        talk.fit({"prompt": "1+2=?"}, {"role": "robot", "content": "7"}, tiny_folder.EOS)
+
+
+def test_turns_that_a_prompt_begins_with_are_not_the_policys() -> None:
+    turn = {"role": "assistant", "content": "b"}
+    talk = [{"role": "user", "content": "a"}, turn, {"role": "user", "content": "c"}, turn]
+    sampled = Sampled(None, ["b"], [talk, talk], [3, 1])  # type: ignore[arg-type]
+    assert [sampled.num_turns(row) for row in (0, 1)] == [1, 2]
+    assert sampled.shown == ["b", "b\n[user: c]\nb"]
 
 
 def test_rules() -> None:

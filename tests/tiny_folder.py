@@ -246,7 +246,13 @@ def counting(messages: Any, record: Any) -> dict[str, str] | None:
 
 
 def moody(messages: Any, record: Any) -> str:
-    """Fails where the turn has a letter of the second half of the alphabet."""
+    """Fails where the turn has a letter of the second half of the alphabet, and hangs where it says so."""
+    while messages[-1]["content"] == "sleep":
+        time.sleep(0.1)
     if any(c > "m" for c in messages[-1]["content"]):
         raise RuntimeError("not this letter")
     return "go on"
+
+
+def numbers(messages: Any, record: Any) -> int:
+    return 7

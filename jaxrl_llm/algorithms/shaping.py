@@ -28,4 +28,4 @@ def overlong_penalty(length: Array, *, limit: int, buffer: int, factor: float = 
     if not 1 <= buffer <= limit:
         raise ValueError(f"a buffer of {buffer} tokens in responses of at most {limit}")
     over = (length - (limit - buffer)).astype(jnp.float32) / buffer
-    return -factor * jnp.clip(over, 0, 1)
+    return 0.0 - factor * jnp.clip(over, 0, 1)  # not -0 where there is none

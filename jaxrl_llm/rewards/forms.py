@@ -29,6 +29,7 @@ VERL_BATCHED = ("data_sources", "solution_strs", "ground_truths")
 LARGEST_SCORE = 3.4e38  # of a float32
 LONGEST_TRACEBACK = 4_000  # characters; a deep recursion's would fill the log
 LARGEST_EXTRAS = 100_000  # characters as JSON, of a row
+DEEPEST_EXTRAS = 50  # lists and dicts within each other
 
 
 def batched(function: F) -> F:
@@ -226,7 +227,22 @@ def _plain(extras: Mapping[str, Any]) -> dict[str, Any]:
     text = json.dumps(extras, default=_of_arrays)
     if len(text) > LARGEST_EXTRAS:
         raise ValueError(f"{len(text)} characters as JSON, more than {LARGEST_EXTRAS}")
-    return json.loads(text)
+    found = json.loads(text)
+    _check_depth(found)
+    return found
+
+
+def _check_depth(extras: Mapping[str, Any]) -> None:
+    """
+    Raises:
+      ValueError: a value is nested so deeply that what writes or shows it might not come to its end.
+    """
+    level, depth = list(extras.values()), 0
+    while level := [item for item in level if isinstance(item, list | dict)]:
+        depth += 1
+        if depth > DEEPEST_EXTRAS:
+            raise ValueError(f"lists and dicts nested more than {DEEPEST_EXTRAS} deep")
+        level = [part for item in level for part in (item.values() if isinstance(item, dict) else item)]
 
 
 def _of_arrays(value: Any) -> Any:

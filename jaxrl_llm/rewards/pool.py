@@ -20,7 +20,7 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.rewards import processes
@@ -33,7 +33,15 @@ SPARES = 1
 STARTS = 3  # workers in a row that do not come up, after which none will
 
 
-def pooled(rewards: RewardSet, *, num_workers: int = -1, timeout: float = 10.0, memory_limit: float = 4.0) -> RewardSet:
+def pooled(
+    rewards: RewardSet,
+    *,
+    num_workers: int = -1,
+    timeout: float = 10.0,
+    memory_limit: float = 4.0,
+    others: Sequence[Reward] = (),
+    peers: Peers | None = None,
+) -> RewardSet:
     """The rewards, with those over text to be scored by a pool of worker processes, which `close` ends. Nothing is
     started where there are none: JAX rewards and a reward model stay here.
 
@@ -41,6 +49,8 @@ def pooled(rewards: RewardSet, *, num_workers: int = -1, timeout: float = 10.0, 
       num_workers: -1: one per CPU core, but at most 8; 0: no pool, and no deadline.
       timeout: seconds that a row may take, a call of a batched function that times its rows.
       memory_limit: GB of each worker and of each process that it starts; 0: none.
+      others: functions that are no columns of the scores but are called in the same workers, by `RewardPool.start`.
+      peers: the processes of the run, of which each scores its own rows; None: this one alone.
 
     Raises:
       UserError: a function cannot be sent to a worker.
@@ -51,10 +61,11 @@ def pooled(rewards: RewardSet, *, num_workers: int = -1, timeout: float = 10.0, 
     [[1.0]]
     """
     functions = [reward for reward in rewards.rewards if reward.form != "jax" and reward.name != REWARD_MODEL]
+    functions += others
     if num_workers == 0 or not functions:
         return rewards
     count = min(_cores(), MOST_BY_DEFAULT) if num_workers < 0 else num_workers
-    pool = RewardPool(functions, num_workers=count, timeout=timeout, memory_limit=memory_limit)
+    pool = RewardPool(functions, num_workers=count, timeout=timeout, memory_limit=memory_limit, peers=peers)
     return RewardSet(rewards.rewards, pool)
 
 
@@ -67,7 +78,13 @@ class RewardPool:
     at the interpreter's exit, and when this process is killed."""
 
     def __init__(
-        self, rewards: Sequence[Reward], *, num_workers: int, timeout: float, memory_limit: float = 0.0
+        self,
+        rewards: Sequence[Reward],
+        *,
+        num_workers: int,
+        timeout: float,
+        memory_limit: float = 0.0,
+        peers: Peers | None = None,
     ) -> None:
         """
         Raises:
@@ -76,7 +93,7 @@ class RewardPool:
         if not sys.executable:
             raise UserError("sys.executable names no Python to start reward workers with; set reward.num_workers=0")
         self.names = {reward.name: index for index, reward in enumerate(rewards)}
-        self.num_workers = num_workers
+        self.num_workers, self._peers = num_workers, peers
         functions = [(reward.name, reward.form, reward.source or _pickled(reward)) for reward in rewards]
         settings = pickle.dumps({"functions": functions, "memory": int(memory_limit * 2**30)})
         self._batched = {reward.name: reward.form.endswith("batched") for reward in rewards}
@@ -93,14 +110,43 @@ class RewardPool:
         Raises (when waited for):
           UserError: the function returned what is no score, a worker cannot load it, or a record cannot be sent.
         """
-        index, rows = self.names[name], len(responses)
+        index, rows, peers = self.names[name], len(responses), self._peers
         parts = [slice(0, rows)] if self._batched[name] else [slice(row, row + 1) for row in range(rows)]
-        futures = [self._crew.add(index, prompts[part], responses[part], records[part]) for part in parts]
+        own = parts if peers is None else parts[peers.index :: peers.count]
+        futures = [self._crew.add(index, prompts[part], responses[part], records[part]) for part in own]
 
-        def wait(pool: RewardPool = self) -> list[Result]:  # which lives until then
-            return [result for future in futures for result in future.result()]
+        def wait(pool: RewardPool = self) -> list[list[Result]]:  # which lives until then
+            return [future.result() for future in futures]
 
-        return wait
+        def joined() -> list[Result]:
+            found = wait() if peers is None else _shared(wait, peers)
+            return [result for part in found for result in part]
+
+        return joined
+
+
+def _shared(wait: Callable[[], list[list[Result]]], peers: Peers) -> list[list[Result]]:
+    """The results of the parts of every process, in the parts' order. What one of them raises all of them do: a process
+    alone that went on or ended would leave the others waiting for it."""
+    try:
+        own: list[list[Result]] | Exception = wait()
+    except Exception as error:
+        own = error
+    by_process = peers.share(own)
+    for found in by_process:
+        if isinstance(found, Exception):
+            raise found
+    return [by_process[part % peers.count][part // peers.count] for part in range(sum(map(len, by_process)))]
+
+
+class Peers(Protocol):
+    """The processes of a run, see peers.py."""
+
+    @property
+    def index(self) -> int: ...
+    @property
+    def count(self) -> int: ...
+    def share(self, value: Any, /) -> list[Any]: ...
 
 
 class _Task(NamedTuple):

@@ -28,6 +28,19 @@ BUILT_IN: dict[str, Callable[..., Any]] = {
 }
 
 
+def own_deadline(function: Callable[..., Any]) -> float:
+    """Seconds after which a built-in reward gives up a response by itself, and scores it; 0 of one that has no such
+    bound.
+
+    >>> own_deadline(functools.partial(code.code, seconds=3)), own_deadline(numbers.number)
+    (3.0, 0.0)
+    """
+    given = function.keywords if isinstance(function, functools.partial) else {}
+    if getattr(function, "func", function) is not code.code:
+        return 0.0
+    return float(given.get("seconds", inspect.signature(code.code).parameters["seconds"].default))
+
+
 def resolve(name: str) -> Callable[..., Any]:
     """The function that a name stands for: a built-in one, `module:function`, `module.function` or `file.py:function`.
 

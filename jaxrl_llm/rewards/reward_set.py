@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Sequence
@@ -189,8 +190,7 @@ class Pending:
             if rewards.pool is not None and reward.name in rewards.pool.names:
                 self._columns.append((column, own, rewards.pool.start(reward.name, *given)))
             else:
-                here = functools.partial(call, reward.function, reward.form, reward.name, *given)
-                self._columns.append((column, own, here))
+                self._columns.append((column, own, functools.partial(_call_here, reward, *given)))
 
     def result(self) -> Scores:
         """Waits for the scores, the same at each call.
@@ -225,6 +225,16 @@ class Pending:
         for row in np.flatnonzero(~applied).tolist():
             failures.append(f"row {row}: no reward function takes data_source {records[row].get('data_source')!r}")
         return Scores(scores, applied & ~failed, extras, failures)
+
+
+def _call_here(
+    reward: Reward, prompts: Sequence[str], responses: Sequence[str], records: Sequence[Record]
+) -> list[Result]:
+    """`call`, on records that are the function's own, as in a worker: what it does to one is not seen by other rows."""
+    if reward.name != REWARD_MODEL:
+        batched = reward.form.endswith("batched")
+        records = copy.deepcopy(records) if batched else [copy.deepcopy(record) for record in records]
+    return call(reward.function, reward.form, reward.name, prompts, responses, records)
 
 
 def make_rewards(

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jaxrl_llm.algorithms.advantages import Estimator
 from jaxrl_llm.algorithms.log_probs import TokenStats
 from jaxrl_llm.config import Config, need_base, need_critic, need_reference
-from jaxrl_llm.config_rules import chosen_estimator
+from jaxrl_llm.config_roles import chosen_estimator
 from jaxrl_llm.metrics import data_metrics
 from jaxrl_llm.models.declare import init_declared
 from jaxrl_llm.sharding import Layout

@@ -69,8 +69,19 @@ def score_rows(batch: Batch, reward_fn: JaxReward, greedy: Batch | None = None) 
 
 
 def make_step(program: Program, reward_fn: JaxReward) -> StepFn:
-    """step(state, prompts, key) -> (state, metrics, batch). The key is consumed; `step_key` makes one."""
+    """step(state, prompts, key) -> (state, metrics, batch). The key is consumed; `step_key` makes one.
+
+    Raises:
+      ValueError: the config has what only a host can do in the middle of a step: an environment that answers, or
+        prompts that are replaced.
+    """
     p = program
+    for key, set_ in (
+        ("rollout.multi_turn.environment", p.config.rollout.multi_turn.environment),
+        ("algorithm.filter_groups.enable", p.config.algorithm.filter_groups.enable),
+    ):
+        if set_:
+            raise ValueError(f"config.{key} = {set_!r}: has no part in a pure step; train with jaxrl_llm.fit instead")
     warmup = p.config.critic.warmup_steps if p.critic else 0
 
     def step(state: RunState, prompts: Prompts, key: Array) -> tuple[RunState, Metrics, Batch]:

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import optax
 
 from jaxrl_llm.config import Actor, Config, Critic
-from jaxrl_llm.config_rules import chosen_policy_loss, loss_aggregation
+from jaxrl_llm.config_roles import chosen_policy_loss, loss_aggregation
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.models.declare import SCORE, VALUE_HEAD
 from jaxrl_llm.models.lora import declare_overlay, join, merge
@@ -35,6 +35,7 @@ class Training:
     update: UpdateFn
     order: Callable[[Array], Array]  # key -> int32 [count, prompts of a mini-batch]
     count: int  # updates a step
+    micro_batches: int = 1  # of an update
 
     def init(self, params: Params) -> TrainState:
         zero = jnp.int32(0)
@@ -201,7 +202,8 @@ def make_training(
     )
     order = partial(mini_batches, prompts=prompts, size=size, epochs=role.epochs, shuffle=role.shuffle)
     declare, frozen = _trained(config, role, model)
-    return Training(declare=declare, frozen=frozen, optimizer=transform, update=update, order=order, count=count)
+    made: dict[str, Any] = {"optimizer": transform, "update": update, "order": order, "count": count}
+    return Training(declare=declare, frozen=frozen, **made, micro_batches=parts)
 
 
 def split_rows(rows: int, n: int, rows_per_device: int, layout: Layout) -> tuple[int, int]:

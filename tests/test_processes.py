@@ -1,0 +1,206 @@
+"""A run of two processes with four devices each: the same run as in one process with eight."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from jaxrl_llm.command_line import make_parser, parse_args
+from jaxrl_llm.config import to_json
+from jaxrl_llm.errors import UserError
+from jaxrl_llm.peers import Peers
+from jaxrl_llm.rewards import make_rewards, pooled
+from jaxrl_llm.writers import read_jsonl
+from tests import quick, tiny_folder
+
+ROOT = Path(__file__).parents[1]
+CHANGES: dict[str, Any] = {
+    "data__train_batch_size": 8,
+    "eval__batch_size": 8,
+    "trainer__steps": 2,
+    "trainer__save_interval": 1,
+    "trainer__export": True,
+    "reward__num_workers": 1,
+    "mesh__fsdp": 2,
+    "mesh__tensor": 2,
+    "logging__progress": "plain",
+}
+Start = Callable[..., list[subprocess.Popen[str]]]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    """start(processes, workdir, **changes): the processes of a run, which are ended with the test."""
+    running: list[subprocess.Popen[str]] = []
+
+    def begin(count: int, workdir: Path, **changes: Any) -> list[subprocess.Popen[str]]:
+        config = tmp_path / f"{workdir.name}.json"
+        config.write_text(to_json(tiny_folder.config(**{**CHANGES, **changes})))
+        with socket.socket() as free:
+            free.bind(("localhost", 0))
+            port = free.getsockname()[1]
+        flags = " ".join([f"--xla_force_host_platform_device_count={8 // count}", *quick.FLAGS])
+        command = [sys.executable, "-m", "jaxrl_llm.train", "--config", str(config), "--workdir", str(workdir)]
+        peers = ["--coordinator", f"localhost:{port}", "--num_processes", str(count), "--process_id"]
+        begun = []
+        for index in range(count):
+            with (tmp_path / f"{workdir.name}-{index}.log").open("a") as log:
+                own = [*command, *peers, str(index)] if count > 1 else command
+                environment = os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
+                begun.append(subprocess.Popen(own, env=environment, stdout=log, stderr=log, text=True))
+        running.extend(begun)
+        return begun
+
+    yield begin
+    for process in running:
+        process.kill()
+        process.wait()
+
+
+def ended(processes: list[subprocess.Popen[str]], logs: Path, seconds: float = 300) -> list[int]:
+    try:
+        return [process.wait(seconds) for process in processes]
+    except subprocess.TimeoutExpired:
+        pytest.fail("\n".join(path.read_text()[-3000:] for path in sorted(logs.glob("*.log"))))
+
+
+def until(condition: Callable[[], bool], seconds: float = 240) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.2)
+
+
+@pytest.mark.long
+def test_two_processes_are_one_run(start: Start, tmp_path: Path) -> None:
+    """Tokens can differ where sums do, in their last bits, so that the first step is compared; then the run goes on
+    from its checkpoint in one process with eight devices."""
+    assert ended(start(1, tmp_path / "one"), tmp_path) == [0]
+    assert ended(start(2, tmp_path / "two"), tmp_path) == [0, 0]
+    one, two = (read_jsonl(tmp_path / name / "metrics.jsonl") for name in ("one", "two"))
+    assert [line["step"] for line in two] == [0, 1, 2]
+    clocks = ("timing", "perf/time_per_step", "perf/throughput")
+    for name, value in one[1].items():
+        if not name.startswith(clocks):
+            assert two[1][name] == pytest.approx(value, rel=1e-3, abs=1e-3), name
+    rows = [read_jsonl(tmp_path / name / "rollouts/1.jsonl") for name in ("one", "two")]
+    for a, b in zip(*rows, strict=True):
+        assert (a["uid"], a["prompt"], a["response"], a["score"]) == (b["uid"], b["prompt"], b["response"], b["score"])
+        np.testing.assert_allclose(a["advantages"], b["advantages"], atol=1e-4)
+    assert (tmp_path / "two/model/model.safetensors").stat().st_size == (
+        tmp_path / "one/model/model.safetensors"
+    ).stat().st_size
+    assert ended(start(1, tmp_path / "two", trainer__steps=3), tmp_path) == [0]
+    assert [line["step"] for line in read_jsonl(tmp_path / "two/metrics.jsonl")] == [0, 1, 2, 3]
+
+
+@pytest.mark.long
+def test_a_signal_to_one_of_two_stops_both_and_saves(start: Start, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    processes = start(2, run, trainer__steps=1000, trainer__save_interval=1000, eval__interval=0)
+    until(lambda: (run / "metrics.jsonl").exists() and len(read_jsonl(run / "metrics.jsonl")) > 1)
+    processes[1].send_signal(signal.SIGTERM)
+    assert ended(processes, tmp_path) == [75, 75]
+    last = read_jsonl(run / "metrics.jsonl")[-1]["step"]
+    assert (run / f"checkpoints/{last}/checksums.json").exists()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("killed", [0, 1])
+def test_a_dead_process_ends_the_other(start: Start, tmp_path: Path, killed: int) -> None:
+    run = tmp_path / "run"
+    processes = start(2, run, trainer__steps=10_000, trainer__save_interval=1, eval__interval=0)
+    until(lambda: len(list((run / "checkpoints").glob("*/checksums.json"))) > 1)
+    processes[killed].kill()
+    assert processes[1 - killed].wait(150) != 0
+    assert ended(start(1, run, trainer__steps=3, trainer__save_interval=1, eval__interval=0), tmp_path)[0] in (0, 2)
+
+
+# What needs no second process
+
+
+class Threads:
+    """Two threads that share as two processes do."""
+
+    def __init__(self, index: int, values: list[Any], barrier: threading.Barrier) -> None:
+        self.index, self.count, self._values, self._barrier = index, 2, values, barrier
+
+    def share(self, value: Any) -> list[Any]:
+        self._values[self.index] = value
+        self._barrier.wait(30)
+        shared = list(self._values)
+        self._barrier.wait(30)  # nobody shares again before everybody has read
+        return shared
+
+
+def as_two(body: Callable[[Threads], Any]) -> list[Any]:
+    """body(peers) as each of two processes, side by side."""
+    values, barrier = [None, None], threading.Barrier(2)
+    with ThreadPoolExecutor(2) as threads:
+        return list(threads.map(lambda i: body(Threads(i, values, barrier)), range(2)))
+
+
+def test_each_process_scores_its_own_rows() -> None:
+    texts, records = [f"it is {i}" for i in range(5)], [{"answer": str(i % 3)} for i in range(5)]
+
+    def score(peers: Threads) -> Any:
+        with pooled(make_rewards(["number", "tests.tiny_folder:sleeping"]), num_workers=1, peers=peers) as rewards:
+            found = rewards.score([""] * 5, texts, records)
+        return found.scores.tolist(), found.valid.tolist(), [len(part) for part in peers._values]
+
+    first, second = as_two(score)
+    assert first == second
+    scores, valid, parts = first
+    assert [row[0] for row in scores] == [1, 1, 1, 0, 0] and all(valid)
+    assert parts == [1, 0], "a batched function is called once, by the first process"
+
+
+def test_what_one_process_finds_wrong_all_of_them_raise() -> None:
+    def score(peers: Threads) -> str:
+        with pooled(make_rewards(["tests.test_processes:wrong"]), num_workers=1, peers=peers) as rewards:
+            with pytest.raises(UserError) as error:
+                rewards.score([""] * 2, ["a", "b"], [{}] * 2)
+            return str(error.value)
+
+    first, second = as_two(score)
+    assert first == second and "returned 'b'" in first
+
+
+def wrong(prompt: str, response: str, record: Any) -> Any:
+    return 1.0 if response == "a" else response
+
+
+def test_one_process_shares_with_itself() -> None:
+    peers = Peers.of_run()
+    assert peers.first and peers.share({"a": 1}) == [{"a": 1}]
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--coordinator", "localhost:1"], "belong together"),
+        (["--num_processes", "2", "--process_id", "0"], "belong together"),
+        (["--coordinator", "localhost:1", "--num_processes", "2", "--process_id", "2"], "expected 0 to"),
+    ],
+)
+def test_flags_that_make_no_run(flags: list[str], words: str) -> None:
+    from jaxrl_llm.command_line import join_peers
+
+    parser = make_parser("train", "")
+    _, args = parse_args(parser, ["--config", "configs/quickstart.py", "--workdir", "x", *flags])
+    with pytest.raises(UserError, match=words):
+        join_peers(args)
+    with pytest.raises(UserError, match="--workdir: must be given"):
+        parse_args(parser, ["--config", "configs/quickstart.py", "--coordinator", "localhost:1"])
