@@ -47,6 +47,8 @@ class Checkpoints:
         self._saver: ocp.AsyncCheckpointer | None = None
         self._writing: threading.Thread | None = None
         self._failure: StorageError | None = None
+        self._released, self._dropped = threading.Event(), False  # see `save`, hold
+        self._released.set()
         self._whole: set[int] = set()  # steps whose files were compared with their checksums
         self._damaged: set[int] = set()
 
@@ -88,7 +90,9 @@ class Checkpoints:
             raise StorageError("\n  ".join([f"{self.folder}: damaged, {rest}; {advice}:", *problems]))
         return found, problems
 
-    def save(self, step: int, state: Any, meta: Mapping[str, Any], *, spare: Collection[int] = ()) -> None:
+    def save(
+        self, step: int, state: Any, meta: Mapping[str, Any], *, spare: Collection[int] = (), hold: bool = False
+    ) -> None:
         """Begins to write a checkpoint, after the one before it is written; `state` may be overwritten or donated as
         soon as this returns. Once written it is marked complete, and the oldest beyond `keep` are removed.
 
@@ -97,6 +101,7 @@ class Checkpoints:
           state: pytree of arrays.
           meta: what JSON can hold: the data cursor, the configuration, …
           spare: steps to keep beside the newest.
+          hold: whether it is not marked complete before `release`.
 
         Raises:
           StorageError: this one or the one before it could not be written; the earlier ones are still there.
@@ -117,6 +122,9 @@ class Checkpoints:
         except Exception as error:  # orbax and tensorstore raise all kinds when a disk is full
             self._give_up()  # so that the next save starts by cleaning up
             raise StorageError(f"{folder}: cannot be saved: {error}") from error
+        self._released.clear()
+        if not hold:
+            self._released.set()
         # Not a daemon: a program that simply ends has its last checkpoint all the same.
         self._writing = threading.Thread(target=self._complete, args=(saver, step, {*spare, step}), name="checkpoint")
         self._writing.start()
@@ -126,7 +134,8 @@ class Checkpoints:
         folder = self.folder / str(step)
         try:
             saver.wait_until_finished()
-            if jax.process_index() > 0:  # the first one marks it, which orbax has let wait for all
+            self._released.wait()
+            if self._dropped or jax.process_index() > 0:  # the first one marks it, which orbax has let wait for all
                 return
             _write_checksums(folder)
             _write_whole(self.folder / NEWEST, f"{step}\n")
@@ -137,6 +146,10 @@ class Checkpoints:
         except BaseException as error:
             self._failure = StorageError(f"{folder}: cannot be saved: {error}")
             self._failure.__cause__ = error
+
+    def release(self) -> None:
+        """What else is known of the step is written down too: its checkpoint may count."""
+        self._released.set()
 
     def poll(self) -> None:
         """
@@ -153,6 +166,7 @@ class Checkpoints:
           StorageError: it could not be written; the earlier ones are still there.
         """
         if self._writing is not None:
+            assert self._released.is_set(), "waits for a save that is held"
             self._writing.join()
             self._writing = None
         if self._failure is not None:
@@ -229,15 +243,18 @@ class Checkpoints:
         self._whole.add(step)
 
     def close(self) -> None:
-        """Waits for what is being written.
+        """Waits for what is being written; what is held will never count.
 
         Raises:
           StorageError: it could not be written.
         """
+        self._dropped = not self._released.is_set()
+        self._released.set()
         try:
             self.wait()
         finally:
             self._give_up()
+            self._dropped = False
 
     def _give_up(self) -> None:
         if self._saver is not None:

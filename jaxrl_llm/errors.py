@@ -144,8 +144,9 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def leave(code: int) -> None:
-    """Ends the process. After an interruption at once: threads that still compile can crash an orderly end. One of
-    several processes leaves the others first: an orderly end would wait for them, and they for it, without end."""
+    """Ends the process. After an interruption or a signal at once: threads that still compile can crash an orderly end.
+    One of several processes leaves the others first: an orderly end would wait for them, and they for it, without end.
+    """
     sys.stdout.flush()
     sys.stderr.flush()
     if code == INTERRUPTED:
@@ -154,5 +155,7 @@ def leave(code: int) -> None:
     if code and jax is not None and jax.distributed.is_initialized():
         with contextlib.suppress(Exception):
             jax.distributed.shutdown()  # waits for the others, but not for long (peers.py)
+        os._exit(code)
+    if code == TRY_AGAIN:
         os._exit(code)
     sys.exit(code)

@@ -43,7 +43,9 @@ class Keeper:
           UserError: the folder holds a run with another configuration.
           StorageError: no checkpoint is whole though there were some; or one is not, and `strict`.
         """
-        self.config, self.notes = config, list[str]()
+        self.config = config
+        self.notes: list[str] = []  # to tell, for whoever does
+        self._looked_for = False  # the best metric, and it was not there
         self.step: int | None = None  # that the run goes on from; None: it starts
         # The metrics of that step, whose evaluation is still to be made: a signal came, and its time was for saving.
         self.pending: dict[str, float] | None = None
@@ -78,7 +80,8 @@ class Keeper:
             except (KeyError, ValueError) as error:
                 where = self._checkpoints.folder / str(self.step)
                 raise StorageError(f"{where}: does not fit the data: {error}") from error
-        self.pending = meta.get("pending")
+        if pending := meta.get("pending"):
+            self.pending = {name: math.nan if value is None else value for name, value in pending.items()}
         if (best := meta.get("best")) and best["metric"] == self.config.trainer.best_metric:
             self.best = Best(**best)
         return state.replace(base=frozen_base(program, inputs)), int(meta["cursor"]), curriculum
@@ -92,8 +95,9 @@ class Keeper:
         metrics: Mapping[str, float],
         *,
         pending: Mapping[str, float] | None = None,
+        hold: bool = False,
     ) -> None:
-        """Begins to save a step, if it is not saved yet (`Checkpoints.save`).
+        """Begins to save a step, if it is not saved yet (`Checkpoints.save`, which see for `hold`).
 
         Args:
           metrics: of the step, by which the best one is found.
@@ -112,13 +116,21 @@ class Keeper:
             meta["best"] = dataclasses.asdict(self.best)
         spare = (self.best.step,) if self.best and self.config.trainer.keep_best else ()
         # What the model's folder has need not be kept again.
-        self._checkpoints.save(step, state.replace(base=None), meta, spare=spare)
+        self._checkpoints.save(step, state.replace(base=None), meta, spare=spare, hold=hold)
 
     def consider(self, step: int, metrics: Mapping[str, float]) -> None:
         """Takes a saved step for the best one if its score is the highest."""
-        score = best_score(metrics, self.config.trainer.best_metric)
+        name = self.config.trainer.best_metric
+        score = best_score(metrics, name)
+        if score is None and name and name not in metrics and _evaluated(metrics) and not self._looked_for:
+            self._looked_for = True
+            self.notes.append(f"notice: trainer.best_metric = {name!r}: no such metric; {nearest(name, metrics)}")
         if score is not None and (self.best is None or score > self.best.score):
-            self.best = Best(self.config.trainer.best_metric, step, score)
+            self.best = Best(name, step, score)
+
+    def release(self) -> None:
+        if self._checkpoints:
+            self._checkpoints.release()
 
     def poll(self) -> None:
         if self._checkpoints:
@@ -139,18 +151,15 @@ def best_score(metrics: Mapping[str, float], name: str) -> float | None:
     >>> best_score({"val-core/a/reward/mean@1": 0.5, "val-core/b/reward/mean@1": 1.0, "step": 3}, "")
     0.75
     >>> best_score({"critic/score/mean": 0.5}, "")
-
-    Raises:
-      UserError: a step that was evaluated has no metric of this name.
     """
-    evaluated = [value for key, value in metrics.items() if re.fullmatch(EVALUATED, key)]
-    if not name:
-        found = sum(evaluated) / len(evaluated) if evaluated else None
-    else:
-        found = metrics.get(name)
-        if found is None and evaluated:
-            raise UserError(f"config.trainer.best_metric = {name!r}: no such metric; {nearest(name, metrics)}")
+    evaluated = _evaluated(metrics)
+    mean = sum(evaluated) / len(evaluated) if evaluated else None
+    found = metrics.get(name) if name else mean
     return found if found is not None and math.isfinite(found) else None
+
+
+def _evaluated(metrics: Mapping[str, float]) -> list[float]:
+    return [value for name, value in metrics.items() if re.fullmatch(EVALUATED, name)]
 
 
 def _check_config(config: Config, workdir: Path) -> list[str]:

@@ -252,7 +252,7 @@ def train_reward_model(config: Config, workdir: str | Path | None = None, **how:
     """A run of `config` on pairs: iterate over it for (metrics, batch) of each step, as over `fit`'s.
 
     Args:
-      how: see `Run`.
+      how: `strict_resume`, `guard`: see `fit`.
 
     Raises:
       UserError: something in the config, the data, a model or the folder is wrong; before the first step.

@@ -83,7 +83,7 @@ def sft(config: Config, workdir: str | Path | None = None, **how: Any) -> SftRun
     """A supervised run of `config`: iterate over it for (metrics, batch) of each step, as over `fit`'s.
 
     Args:
-      how: see `Run`.
+      how: `strict_resume`, `guard`: see `fit`.
 
     Raises:
       UserError: something in the config, the data, a model or the folder is wrong; before the first step.

@@ -48,18 +48,21 @@ from jaxrl_llm.writers import RunWriter, SilentWriter, check_loggers, machine_fa
 Metrics = dict[str, float]
 
 
-def fit(config: Config, workdir: str | Path | None = None, **how: Any) -> Run:
+def fit(
+    config: Config, workdir: str | Path | None = None, *, strict_resume: bool = False, guard: Guard | None = None
+) -> Run:
     """A run of `config`: iterate over it for (metrics, batch) of each step.
 
     Args:
       workdir: where config.json, metrics.jsonl, samples and checkpoints go; a folder that holds a run resumes it. None
         keeps nothing but what is yielded.
-      how: see `Run`.
+      strict_resume: whether a damaged checkpoint is an error, instead of the newest good one being taken.
+      guard: of a command: signals that ask the run to stop, and a watchdog over its phases.
 
     Raises:
       UserError: something in the config, the data, a model or the folder is wrong; before the first step.
     """
-    return Run(config, workdir, **how)
+    return Run(config, workdir, strict_resume=strict_resume, guard=guard)
 
 
 class Stepped(NamedTuple):
@@ -86,11 +89,7 @@ class Run:
         strict_resume: bool = False,
         guard: Guard | None = None,
     ) -> None:
-        """
-        Args:
-          strict_resume: whether a damaged checkpoint is an error, instead of the newest good one being taken.
-          guard: of a command: signals that ask the run to stop, and a watchdog over its phases.
-        """
+        """As `fit`."""
         check_loggers(config)
         self.config, self._guard = config, guard or Guard()
         self._timers = Timers(self._guard.watchdog)
@@ -137,8 +136,7 @@ class Run:
             self._guard.watchdog.tell = self._writer.stuck
         self._told_of_failures = False
         self._note_inputs()
-        for line in keeper.notes:
-            self._note(line)
+        self._tell_of_checkpoints()
         if self.step < self.total_steps:
             if self._scorer:
                 self._scorer.compile(self._note)
@@ -229,9 +227,7 @@ class Run:
                     save = config.trainer.save_interval
                     if not (broken or hurried) and (_due(self.step, save) or (last and save)):
                         with self._timers("save_checkpoint"):
-                            self._save(metrics)
-                            if last:
-                                keeper.wait()
+                            self._save(metrics, hold=True)
                 metrics |= timing_metrics(
                     self._timers.seconds,
                     total_tokens=int(metrics["perf/total_num_tokens"]),
@@ -241,6 +237,10 @@ class Run:
                 unfinished = metrics if evaluate and hurried else None
                 self._show(stepped)
                 self._write(self.step, metrics)
+                keeper.release()  # a checkpoint whose step is not in the run's files would leave a gap there
+                if last:
+                    with self._timers("save_checkpoint"):
+                        keeper.wait()
                 if last and config.trainer.export and not broken:
                     self._export()
                 if broken:
@@ -346,9 +346,16 @@ class Run:
     def _try_out(self) -> None:
         """Finds out what is wrong with the records, beside what `load_inputs` does, before anything is written."""
 
-    def _save(self, metrics: Metrics, unfinished: Metrics | None = None) -> None:
+    def _save(self, metrics: Metrics, unfinished: Metrics | None = None, *, hold: bool = False) -> None:
         assert self._keeper is not None
-        self._keeper.save(self.step, self._state, self._cursor, self._curriculum, metrics, pending=unfinished)
+        kept = self._state, self._cursor, self._curriculum
+        self._keeper.save(self.step, *kept, metrics, pending=unfinished, hold=hold)
+        self._tell_of_checkpoints()
+
+    def _tell_of_checkpoints(self) -> None:
+        assert self._keeper is not None
+        while self._keeper.notes:
+            self._note(self._keeper.notes.pop(0))
 
     def _compile(self) -> None:
         self._note("compiling the phases (once, before the first step)")

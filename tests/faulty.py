@@ -11,9 +11,11 @@ import contextlib
 import hashlib
 import json
 import os
+import re
 import shutil
 import signal
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -25,11 +27,12 @@ import pytest
 
 from jaxrl_llm import checkpoint, timers, train
 from jaxrl_llm.checkpoint import Checkpoints
+from jaxrl_llm.rewards import batched
 from jaxrl_llm.trainer import Run, fit
 from tests import tiny_folder, tiny_runs
 
 # Beside the phases that have a timer: within a save, before the checkpoint has its mark, and right after.
-IN_A_SAVE = ("checksums", "newest", "removal")
+IN_A_SAVE = ("checksums", "newest")
 
 
 def at_step(monkeypatch: pytest.MonkeyPatch, step: int, action: Callable[[Run], None]) -> None:
@@ -51,6 +54,26 @@ def digest(*trees: Any) -> str:
         array = np.asarray(leaf)
         found.update(f"{array.dtype}{array.shape}".encode() + array.tobytes())
     return found.hexdigest()
+
+
+# Rewards
+
+
+def at_times_for_ever(prompt: str, response: str, record: Any) -> float:
+    """Never comes to an end where the response begins with a digit below 5."""
+    if "0" <= response[:1] < "5":
+        threading.Event().wait()
+    return 1.0
+
+
+def backtracking(prompt: str, response: str, record: Any) -> float:
+    """Never gives the interpreter's lock back."""
+    return float(bool(re.match(r"(a|aa)+$", 60 * "a" + "b")))
+
+
+@batched
+def one_too_few(prompts: list[str], responses: list[str], records: list[Any]) -> list[float]:
+    return [1.0] * (len(responses) - 1)
 
 
 # The programs
@@ -85,11 +108,12 @@ def killed_train(phase: str, step: int, arguments: list[str]) -> int:
 
     timers.Timers.__call__ = timed  # pyright: ignore[reportAttributeAccessIssue]
     if phase in IN_A_SAVE:
-        name = {"checksums": "_write_checksums", "newest": "_write_whole", "removal": "_remove"}[phase]
+        name = {"checksums": "_write_checksums", "newest": "_write_whole"}[phase]
         original = getattr(checkpoint, name)
 
         def dying(path: Path, *rest: Any) -> None:
-            if wanted and (phase != "newest" or path.name == checkpoint.NEWEST):
+            saved = rest[0].strip() if path.name == checkpoint.NEWEST else path.name
+            if saved == str(step + 1):
                 die()
             original(path, *rest)
 

@@ -193,6 +193,22 @@ def test_a_save_is_completed_without_being_asked(store: Checkpoints, monkeypatch
     assert Checkpoints(store.folder).newest_good() == (1, [])
 
 
+def test_what_is_held_does_not_count(store: Checkpoints):
+    """Until it is released, and never where it is not."""
+    store.save(1, make_state(1), {}, hold=True)
+    time.sleep(0.3)
+    assert store.steps() == []
+    store.release()
+    store.wait()
+    assert store.steps() == [1]
+    store.save(2, make_state(2), {}, hold=True)
+    store.close()
+    assert store.steps() == [1]
+    store.save(2, make_state(2), {})
+    store.wait()
+    assert store.steps() == [1, 2]
+
+
 def test_what_is_spared_stays(store: Checkpoints):
     for step in (1, 2, 3, 4):
         store.save(step, make_state(step), {}, spare=(1,))

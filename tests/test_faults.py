@@ -171,6 +171,24 @@ def test_a_stuck_phase_ends_with_75_and_its_stacks(tmp_path: Path, stuck: str, w
         assert "line 12 in <module>" in ran.stderr
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("reward", ["at_times_for_ever", "backtracking"])
+def test_a_run_that_is_stuck_in_a_reward_ends_with_75(tmp_path: Path, reward: str) -> None:
+    """In the run's own process, without a worker that could be killed."""
+    stuck = {"reward__functions": (f"tests.faulty:{reward}",), "trainer__phase_timeout": 15.0}
+    recipe, folder = tmp_path / "recipe.py", tmp_path / "run"
+    recipe.write_text(faulty.recipe({**tiny_folder.KL_LOSS, **QUIET, **stuck}))
+    with start(tmp_path, "train", "none", "0", f"--config={recipe}", f"--workdir={folder}") as process:
+        _, told = process.communicate()
+    assert process.returncode == 75, told
+    assert f"in {reward}" in told and "tests/faulty.py" in told
+    if reward == "at_times_for_ever":
+        assert f"in {reward}" in (folder / "stacks.txt").read_text()
+        end = read_jsonl(folder / "events.jsonl")[-1]
+        assert (end["kind"], end["outcome"]) == ("end", "aborted")
+        assert "the phase reward takes longer than trainer.phase_timeout = 15 s" in end["why"]
+
+
 # 11: a full disk
 
 
@@ -277,6 +295,78 @@ def test_out_of_the_hosts_memory_is_5_too(recipe: Path, tmp_path: Path, monkeypa
     assert train.main([f"--config={recipe}", f"--workdir={tmp_path / 'run'}"]) == 5
 
 
+# 15, 16, 17: rewards (and test_reward_pool.py)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_rewards_that_raise_are_late_or_are_no_numbers_cost_their_rows(tmp_path: Path, workers: int) -> None:
+    """Some of the responses are scored by nothing, some by NaN, some by an exception; with a worker some never."""
+    functions = ("tests.tiny_folder:picky", "tests.faulty:at_times_for_ever")
+    settings: dict[str, Any] = {
+        "reward__functions": functions[: 1 + workers],
+        "reward__num_workers": workers,
+        "reward__timeout": 1.0,
+        "trainer__steps": 2,
+    }
+    with fit(tiny_folder.config(**tiny_folder.KL_LOSS, **QUIET, **settings), tmp_path) as run:
+        found = [metrics for metrics, _ in run]
+        final = on_host(run)
+    assert all(0 < metrics["reward/failed_ratio"] < 1 for metrics in found)
+    assert (int(final.actor.updates), int(final.actor.skipped)) == (2, 0)
+    assert all(np.isfinite(x).all() for x in jax.tree.leaves(final.actor.params))
+    assert "the reward failed on" in (tmp_path / "events.jsonl").read_text()
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_scores_of_the_wrong_number_are_the_users_error(
+    recipe: Path, tmp_path: Path, workers: int, capsys: Any
+) -> None:
+    options = [f"--config={recipe}", f"--workdir={tmp_path / 'run'}", f"--config.reward.num_workers={workers}"]
+    wrong = ["--config.reward.functions=tests.faulty:one_too_few", "--config.reward.weights=()"]
+    assert train.main([*options, *wrong]) == 2
+    assert "one_too_few" in capsys.readouterr().err
+
+
+# 19: what can be known before the first step
+
+
+def edited(tmp_path: Path, file: str, **values: Any) -> str:
+    """The tiny model's folder with other values in one of its files."""
+    folder = tmp_path / "model"
+    shutil.copytree(tiny_folder.folder(), folder)
+    path = folder / file
+    path.write_text(json.dumps(json.loads(path.read_text()) | values))
+    return str(folder)
+
+
+BAD_LINES = {
+    "malformed": ('{"prompt": "1+1=?", "answer": "2"', "records.jsonl:2"),
+    "a field missing": ('{"answer": "2"}', "prompt"),
+    "too long": (json.dumps({"prompt": 40 * "1+"}), "longer than rollout.prompt_length"),
+    "no text": ('{"prompt": 7}', "prompt"),
+}
+
+
+@pytest.mark.parametrize(("line", "expected"), BAD_LINES.values(), ids=BAD_LINES)
+def test_a_bad_record_is_told_before_anything_is_written(
+    recipe: Path, tmp_path: Path, capsys: Any, line: str, expected: str
+) -> None:
+    records = tmp_path / "records.jsonl"
+    records.write_text('{"prompt": "1+1=?", "answer": "2"}\n' + f"{line}\n")
+    assert train.main([f"--config={recipe}", f"--workdir={tmp_path / 'run'}", f"--config.data.train={records}"]) == 2
+    assert expected in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
+def test_an_end_token_past_the_embedding_is_told_before_anything_is_written(
+    recipe: Path, tmp_path: Path, capsys: Any
+) -> None:
+    model = edited(tmp_path, "generation_config.json", eos_token_id=[99])
+    assert train.main([f"--config={recipe}", f"--workdir={tmp_path / 'run'}", f"--config.model.path={model}"]) == 2
+    assert "the embedding has 48 rows, and token id 99 is in use" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
 # 18: numbers that are not finite (K in a row: test_trainer.py)
 
 
@@ -321,6 +411,12 @@ def test_the_best_checkpoint_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert store.steps() == [2, 5]
     list(fit(tiny_folder.config(**GRPO, **often, trainer__steps=7), tmp_path))
     assert store.steps() == [6, 7]
+    named = {**often, "trainer__best_metric": "val-core/signs/reward/maen@1", "trainer__steps": 8}
+    scores[8] = 0.2
+    list(fit(tiny_folder.config(**GRPO, **named), tmp_path))
+    assert store.steps() == [8]
+    notes = [row["text"] for row in read_jsonl(tmp_path / "events.jsonl") if row["kind"] == "note"]
+    assert len([x for x in notes if "no such metric; did you mean 'val-core/signs/reward/mean@1'?" in x]) == 1
 
 
 # Killed: each run is a process of its own
