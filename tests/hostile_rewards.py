@@ -120,3 +120,21 @@ def of_verl(data_source: str, solution_str: str, ground_truth: str, extra_info: 
 
 def of_verl_in_batches(data_sources: list[str], solution_strs: list[str], ground_truths: list[str]) -> list[float]:
     return [float(a == b) for a, b in zip(solution_strs, ground_truths, strict=True)]
+
+
+def signalled(prompt: str, response: str, record: Any) -> float:
+    for number in (signal.SIGTERM, signal.SIGUSR1):
+        os.kill(os.getpid(), number)
+    return 1.0
+
+
+def ends_a_child(prompt: str, response: str, record: Any) -> float:
+    """As rewards with a time limit of their own do, by multiprocessing.Process.terminate."""
+    child = os.fork()
+    if child == 0:
+        time.sleep(60)
+        os._exit(0)
+    time.sleep(0.1)
+    os.kill(child, signal.SIGTERM)
+    _, status = os.waitpid(child, 0)
+    return float(os.WTERMSIG(status) == signal.SIGTERM)

@@ -347,3 +347,11 @@ def test_a_start_that_fails_leaves_no_process(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="model"):
         fit(tiny_folder.config(**settings, model__path=str(poisoned)))
     assert not workers()
+
+
+def test_a_scheduler_s_signal_to_the_workers_ends_no_row_and_what_they_fork_can_be_ended() -> None:
+    with pooled(
+        make_rewards(["tests.hostile_rewards:signalled", "tests.hostile_rewards:ends_a_child"]), num_workers=1
+    ) as rewards:
+        found = rewards.score(["", ""], ["a", "b"], [{}, {}])
+    assert found.failures == [] and found.scores.tolist() == [[1.0, 1.0], [1.0, 1.0]]

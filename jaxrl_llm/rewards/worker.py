@@ -41,6 +41,7 @@ def main(descriptor: int, parent: int) -> None:
     """
     os.set_inheritable(descriptor, False)
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # without a traceback, which would be nobody's
+    _outlive_requests_to_stop()
     _die_with(parent)
     with socket.socket(fileno=descriptor) as channel:
         given = receive(channel)
@@ -61,6 +62,21 @@ def main(descriptor: int, parent: int) -> None:
             if os.getpid() != own:  # a function has forked, and this is the child
                 os._exit(0)
             send(channel, reply)
+
+
+def _outlive_requests_to_stop() -> None:
+    """A scheduler sends its SIGTERM or SIGUSR1 to every process of a job. The run ends its step then, and needs its
+    workers for that; it ends them itself. What a function has forked is no worker, and stops."""
+    own = os.getpid()
+
+    def handle(number: int, frame: Any) -> None:
+        if os.getpid() != own:
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+
+    for name in ("SIGTERM", "SIGUSR1"):
+        if hasattr(signal, name):
+            signal.signal(getattr(signal, name), handle)
 
 
 def receive(channel: socket.socket) -> bytes | None:
