@@ -90,6 +90,7 @@ def test_it_says_what_a_run_then_holds() -> None:
     assert phases["gen"].token_flops > 0 == phases["ref"].token_flops
 
 
+@pytest.mark.long
 def test_lora_and_turns_are_known() -> None:
     lora = {"model__lora_rank": 2, "model__quantize_base": "int8", **tiny_folder.KL_LOSS}
     turns = {

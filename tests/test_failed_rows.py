@@ -61,7 +61,10 @@ def with_garbage(batch: Batch, seed: int) -> Batch:
     return batch.replace(**changed)
 
 
-@pytest.mark.parametrize("changes", [GRPO, PPO, GDPO], ids=["grpo", "ppo", "gdpo"])
+@pytest.mark.parametrize(
+    "changes",
+    [pytest.param(GRPO, id="grpo"), pytest.param(PPO, id="ppo"), pytest.param(GDPO, id="gdpo", marks=pytest.mark.long)],
+)
 def test_whatever_stands_in_a_failed_row(changes: dict[str, Any]) -> None:
     found = []
     for seed in (0, 1):

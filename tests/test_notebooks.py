@@ -52,8 +52,11 @@ def test_a_notebook_says_what_its_text_says(name: str) -> None:
     assert ["".join(cell["source"]) for cell in notebook["cells"]] == cells
 
 
+LONG = ("2_ppo_and_grpo", "6_rlhf")  # several trainings each; their parts are tested elsewhere
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.long if n in LONG else ()) for n in NAMES])
 def test_a_notebook_runs(name: str, model: Path, tmp_path: Path) -> None:
     small = {
         "JAXRL_LLM_SMALL": "1",

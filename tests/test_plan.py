@@ -29,13 +29,16 @@ from tests import tiny
 from tests.plan_on_devices import CASES, FLAGS, Measured, case
 
 ROOT = Path(__file__).parents[1]
+# Compiled in the normal tests; with --long all of them are.
+COMPILED = ("fsdp", "twice")
+NAMES = [pytest.param(name, marks=() if name in COMPILED else pytest.mark.long) for name in CASES]
 Result = Callable[[str], Measured]
 
 
 @pytest.fixture(scope="module")
 def result(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Result]:
     """result(case): what tests/plan_on_devices.py found, in two processes beside each other."""
-    folder, names = tmp_path_factory.mktemp("plan"), list(CASES)
+    folder, names = tmp_path_factory.mktemp("plan"), [*(CASES if os.environ.get("JAXRL_LLM_LONG_TESTS") else COMPILED)]
     running: dict[str, subprocess.Popen[bytes]] = {}
     for part in (names[::2], names[1::2]):
         command = [sys.executable, "-W", "error", "-m", "tests.plan_on_devices", str(folder / part[0]), *part]
@@ -82,7 +85,7 @@ def by_phase(measured: Measured, job: Job, mesh: Mesh) -> Iterator[tuple[str, Ph
 # Memory
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", NAMES)
 def test_what_lies_on_a_device_is_planned_to_the_byte(result: Result, name: str) -> None:
     job, mesh = planned(name)
     held = dict(result(name).run.held)
@@ -96,12 +99,12 @@ def test_what_lies_on_a_device_is_planned_to_the_byte(result: Result, name: str)
     assert result(name).run.state == sum(costs.state_bytes(job, mesh).values()) + counters
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", NAMES)
 def test_the_cache_lies_cut_as_planned(result: Result, name: str) -> None:
     assert result(name).cache_is_there
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", NAMES)
 def test_what_phases_need_beside_it_is_planned_within_a_factor(result: Result, name: str) -> None:
     for phase, measured, works, _ in by_phase(result(name), *planned(name)):
         if phase == "update_weights":
@@ -114,7 +117,7 @@ def test_what_phases_need_beside_it_is_planned_within_a_factor(result: Result, n
 # FLOPs
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", NAMES)
 def test_matrix_products_are_planned(result: Result, name: str) -> None:
     for phase, measured, works, count in by_phase(result(name), *planned(name)):
         assert works[0].flops / count == pytest.approx(measured.dot_flops, rel=2e-3), phase
@@ -123,6 +126,7 @@ def test_matrix_products_are_planned(result: Result, name: str) -> None:
             assert works[1].flops / tokens == pytest.approx(measured.token_flops, rel=1e-3)
 
 
+@pytest.mark.long
 def test_the_rest_of_the_arithmetic_is_little(result: Result) -> None:
     """Against XLA's own count where no loop hides anything; a wider model has less beside its products."""
     for phase, measured, works, count in by_phase(result("unrolled"), *planned("unrolled")):
@@ -147,7 +151,7 @@ def sums(exchanges: list[Exchange]) -> dict[tuple[bool, str, str], float]:
     return totals
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", NAMES)
 def test_no_program_holds_a_collective_that_is_not_planned(result: Result, name: str) -> None:
     job, mesh = planned(name)
     for phase, measured, works, count in by_phase(result(name), job, mesh):
@@ -164,7 +168,7 @@ def test_no_program_holds_a_collective_that_is_not_planned(result: Result, name:
             assert low < size / found[key] < high, (phase, key, size, found[key])
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", NAMES)
 def test_other_phases_exchange_but_evidence(result: Result, name: str) -> None:
     job, mesh = planned(name)
     known = {phase for phase, *_ in by_phase(result(name), job, mesh)}
@@ -192,7 +196,7 @@ def largest_of_vocabulary(measured: Measured, job: Job, mesh: Mesh) -> dict[str,
     }
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", NAMES)
 def test_no_collective_has_the_size_of_tokens_times_vocabulary(result: Result, name: str) -> None:
     """None but a chunk's logits, where the compiler takes them for cheaper than the table; never of all tokens."""
     job, mesh = planned(name)
@@ -204,6 +208,7 @@ def test_no_collective_has_the_size_of_tokens_times_vocabulary(result: Result, n
     assert max(found.values()) <= min(chunk, costs.table_bytes(job, mesh, 1)), found
 
 
+@pytest.mark.long
 def test_none_grows_with_rows_times_vocabulary(result: Result) -> None:
     once, twice = (largest_of_vocabulary(result(name), *planned(name)) for name in ("micro", "twice"))
     assert once == twice and once["update_actor"] > 0
@@ -211,7 +216,7 @@ def test_none_grows_with_rows_times_vocabulary(result: Result) -> None:
 
 def test_weights_are_gathered_once_a_token_where_the_layers_are_scanned(result: Result) -> None:
     """As it is, and not as one would want it (docs/scaling.md): plan and program agree on it."""
-    for name in ("fsdp", "ppo", "micro"):
+    for name in ("fsdp", "ppo", "micro") if os.environ.get("JAXRL_LLM_LONG_TESTS") else ("fsdp",):
         job, mesh = planned(name)
         assert not job.config.rollout.gather_params
         gen = next(phase for phase in result(name).run.phases if phase.name == "gen")

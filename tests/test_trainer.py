@@ -243,7 +243,10 @@ LORA = {
 STEPS = {"grpo": GRPO, "ppo, critic warm-up": {**PPO, "critic__warmup_steps": 1}, "remax": REMAX, "lora": LORA}
 
 
-@pytest.mark.parametrize("overrides", STEPS.values(), ids=STEPS)
+@pytest.mark.parametrize(
+    "overrides",
+    [pytest.param(case, id=name, marks=pytest.mark.long if name == "lora" else ()) for name, case in STEPS.items()],
+)
 def test_the_pure_step_is_the_trainers(overrides: dict[str, Any]) -> None:
     """`make_step`, jitted as one program, and the phases that the trainer runs one by one, each from the same state."""
     jax_reward = {"reward__functions": ("tests.tiny_folder:near_answer",), "reward__weights": ()}
