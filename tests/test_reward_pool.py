@@ -313,7 +313,7 @@ def test_nothing_is_left_when_the_program_ends(end: str, tmp_path: Path) -> None
         code = program.wait(20)
     assert code == {"exit": 7, "raise": 1, "SIGKILL": -9, "SIGTERM": -15, "SIGINT": -2}[end]
     assert soon(lambda: not list(marked(mark)))
-    assert not any(map(alive, json.loads(note.read_text())))
+    assert soon(lambda: not any(map(alive, json.loads(note.read_text()))))
 
 
 # In a run
