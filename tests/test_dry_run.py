@@ -68,6 +68,7 @@ def test_what_is_wrong_is_found(capsys: pytest.CaptureFixture[str], tmp_path: Pa
         dry_run(tiny_folder.config(rollout__prompt_length=4), report=lambda text: None)
 
 
+@pytest.mark.long
 def test_it_says_what_a_run_then_holds() -> None:
     """PPO with a reward model beside the functions, on the trainer's own state."""
     given = {"algorithm__estimator": "gae", "algorithm__use_kl_in_reward": True, "eval__temperature": 1.0}
