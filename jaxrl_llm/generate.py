@@ -10,6 +10,7 @@ import argparse
 import dataclasses
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +24,10 @@ from jaxrl_llm.config import Config, from_config_dict
 from jaxrl_llm.errors import UserError, exit_code, leave
 from jaxrl_llm.loading import load_inputs, make_layout, make_models, policy_params, stop_rules
 from jaxrl_llm.models import hf
-from jaxrl_llm.steps.rollout import append, decode, row_keys, start_decoding
+from jaxrl_llm.steps.rollout import begin, decode
 from jaxrl_llm.steps.sampling import Sampling
 from jaxrl_llm.tokenizer import load_tokenizer, response_text, unknown_in
-from jaxrl_llm.types import FINISH_LENGTH, FINISH_STOP, DecodeState
+from jaxrl_llm.types import FINISH_LENGTH, FINISH_STOP, DecodeState, Prompts
 
 DEFAULT_NEW_TOKENS = 256
 CHUNK = 8  # tokens between two looks at what has been sampled
@@ -122,14 +123,8 @@ def generate(
     for row, prompt in enumerate(ids):
         tokens[row, -len(prompt) :], mask[row, -len(prompt) :] = prompt, True
 
-    def begin(params: Any, tokens: Any, mask: Any, key: Any) -> Any:
-        hidden, cache = append(actor, params, actor.init_cache(*tokens.shape), tokens, mask)
-        rows = len(ids) * samples
-        keys = row_keys(key, jnp.arange(len(ids)), samples)
-        state = start_decoding(
-            jnp.repeat(hidden, samples, 0), keys, jnp.full(rows, max_new_tokens, jnp.int32), max_new_tokens
-        )
-        return cache.fork(samples, max_new_tokens), state
+    count = np.arange(len(ids), dtype=np.int32)
+    given: Any = Prompts(prompts=tokens, prompt_mask=mask, uid=count, prompt_valid=count >= 0)  # type: ignore[arg-type]
 
     @jax.jit
     def go_on(params: Any, cache: Any, state: DecodeState, stops: Any) -> Any:
@@ -139,7 +134,8 @@ def generate(
         state = state.replace(max_new_tokens=limit, finish_reason=jnp.where(paused, 0, state.finish_reason))
         return decode(actor, params, cache, state, sampling=chosen, stops=stops)
 
-    cache, state = jax.jit(begin)(params, tokens, mask, jax.random.key(seed))
+    start = jax.jit(partial(begin, actor, n=samples, width=max_new_tokens))
+    cache, state = start(params, given, jax.random.key(seed))
     stop_ids = set(np.asarray(stops.ids).tolist())
     ended = False
     while not ended:

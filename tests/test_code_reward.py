@@ -314,7 +314,8 @@ def test_nothing_is_reached(tmp_path, monkeypatch):
         f"socket.create_connection(('127.0.0.1', {port}), 1)", "socket.create_connection(('1.1.1.1', 53), 1)",
         f"os.kill({os.getpid()}, 0)", f"open('/proc/{os.getpid()}/environ').read()", f"open({str(secret)!r}).read()",
         f"open({str(tmp_path / 'new')!r}, 'w')", f"os.remove({str(secret)!r})", f"os.rename({str(secret)!r}, 'a')",
-        f"os.truncate({str(secret)!r}, 0)", "os.environ['SOME_TOKEN']", "os.setuid(1)", "os.mknod('/tmp/x')",
+        f"os.truncate({str(secret)!r}, 0)", "os.environ['SOME_TOKEN']", "os.setuid(1)",
+        f"os.mknod({str(tmp_path / 'node')!r})",
         "open('/proc/1/mem', 'rb').read()", f"open('/proc/{os.getpid()}/mem', 'rb').read(1)",
     ]  # fmt: skip
     tried = "\n".join(
