@@ -1,4 +1,6 @@
 import os
+from collections.abc import Iterator
+from typing import Any
 
 from tests import quick
 
@@ -14,6 +16,29 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 # The same examples every time: a check that fails, fails for everybody. No deadline: the first example compiles.
 settings.register_profile("fixed", derandomize=True, deadline=None)
 settings.load_profile("fixed")
+
+
+@pytest.fixture(scope="module")
+def compile_once() -> Iterator[None]:
+    """For modules that run the tiny folder's recipes: a program is compiled once in a session."""
+    from tests import tiny_folder
+
+    with tiny_folder.compile_once():
+        yield
+
+
+@pytest.fixture
+def grpo() -> Any:
+    from tests import tiny_runs
+
+    return tiny_runs.grpo()
+
+
+@pytest.fixture
+def ppo() -> Any:
+    from tests import tiny_runs
+
+    return tiny_runs.ppo()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

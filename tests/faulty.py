@@ -1,4 +1,4 @@
-"""Runs that something happens to: hooks and programs for tests/test_faults.py.
+"""Runs that something happens to: hooks and programs for tests/test_faults.py and tests/test_killed.py.
 
 python -m tests.faulty train PHASE STEP ARGUMENT...   the command train, killed (SIGKILL) in a phase of a step
 python -m tests.faulty save FOLDER                    saves one step after the other until it is killed
@@ -14,6 +14,7 @@ import os
 import re
 import shutil
 import signal
+import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -30,6 +31,9 @@ from jaxrl_llm.checkpoint import Checkpoints
 from jaxrl_llm.rewards import batched
 from jaxrl_llm.trainer import Run, fit
 from tests import tiny_folder, tiny_runs
+from tests.tiny_runs import Rows
+
+ROOT = Path(__file__).resolve().parents[1]
 
 # Beside the phases that have a timer: within a save, before the checkpoint has its mark, and right after.
 IN_A_SAVE = ("checksums", "newest")
@@ -54,6 +58,29 @@ def digest(*trees: Any) -> str:
         array = np.asarray(leaf)
         found.update(f"{array.dtype}{array.shape}".encode() + array.tobytes())
     return found.hexdigest()
+
+
+def start(tmp_path: Path, *arguments: str, **environment: str) -> subprocess.Popen[str]:
+    """`python -m tests.faulty …`; programs are compiled once, and what it leaves lying about lies in `tmp_path`."""
+    scratch = tmp_path / "scratch"
+    scratch.mkdir(exist_ok=True)
+    given = {
+        **os.environ,
+        "TMPDIR": str(scratch),
+        "JAX_COMPILATION_CACHE_DIR": str(tiny_folder.session_folder() / "killed"),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+        "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
+        **environment,
+    }
+    command = [sys.executable, "-m", "tests.faulty", *arguments]
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, cwd=ROOT, env=given, text=True, stdout=pipe, stderr=pipe)
+
+
+def without_clocks(lines: Rows) -> Rows:
+    clocks = ("timing", "perf/time_per_step", "perf/throughput")
+    return [{name: value for name, value in line.items() if not name.startswith(clocks)} for line in lines]
 
 
 # Rewards

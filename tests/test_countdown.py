@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxrl_llm.rewards.arithmetic import BadExpression, evaluate
-from tests.test_verifiers import table
+from tests.test_verifiers import score, table
 
 
 def tree(draw, depth):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -14,24 +14,10 @@ from jaxrl_llm.steps.rollout import no_stop_rules
 from jaxrl_llm.trainer import fit
 from jaxrl_llm.types import FINISH_LENGTH, FINISH_STOP, Batch
 from jaxrl_llm.writers import read_jsonl
-from tests import tiny_folder, tiny_runs
+from tests import tiny_folder
 from tests.tiny_runs import Rows, Watched
 
-
-@pytest.fixture(scope="module", autouse=True)
-def _compile_once() -> Iterator[None]:
-    with tiny_folder.compile_once():
-        yield
-
-
-@pytest.fixture
-def grpo() -> Watched:
-    return tiny_runs.grpo()
-
-
-@pytest.fixture
-def ppo() -> Watched:
-    return tiny_runs.ppo()
+pytestmark = pytest.mark.usefixtures("compile_once")
 
 
 @pytest.fixture(params=["grpo", "ppo"])

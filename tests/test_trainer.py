@@ -6,7 +6,6 @@ import dataclasses
 import hashlib
 import json
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,24 +19,10 @@ from jaxrl_llm.loading import build_program, load_inputs, make_layout
 from jaxrl_llm.steps.step import make_step, step_key
 from jaxrl_llm.trainer import fit
 from jaxrl_llm.writers import read_jsonl
-from tests import tiny_folder, tiny_runs
+from tests import tiny_folder
 from tests.tiny_runs import COMPILED, GRPO, PPO, QUIET, Watched, compilations, on_host
 
-
-@pytest.fixture(scope="module", autouse=True)
-def _compile_once() -> Iterator[None]:
-    with tiny_folder.compile_once():
-        yield
-
-
-@pytest.fixture
-def grpo() -> Watched:
-    return tiny_runs.grpo()
-
-
-@pytest.fixture
-def ppo() -> Watched:
-    return tiny_runs.ppo()
+pytestmark = pytest.mark.usefixtures("compile_once")
 
 
 @pytest.fixture(params=["grpo", "ppo"])
