@@ -65,23 +65,15 @@ def result(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str],
         process.wait()
 
 
-def assert_close(found: Any, expected: Any) -> None:
-    """Every leaf within 1e-4, absolute or relative."""
-    leaves = jax.tree.flatten_with_path(expected)[0]
-    assert jax.tree.structure(found) == jax.tree.structure(expected)
-    for (path, b), a in zip(leaves, jax.tree.leaves(found), strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4, err_msg=jax.tree_util.keystr(path))
-
-
 @pytest.mark.parametrize(("case", "mesh"), REPLAYS)
 def test_the_recorded_tokens_of_a_run_give_the_same_run(result: Callable[[str], Any], case: str, mesh: str) -> None:
     runs = result(case)
     for found, expected in zip(runs[mesh]["after"], runs["single"]["after"], strict=True):
         (state, metrics, batch), (single_state, single_metrics, single_batch) = found, expected
         np.testing.assert_array_equal(batch.responses, single_batch.responses)
-        assert_close(metrics, single_metrics)
-        assert_close(batch, single_batch)
-        assert_close(state, single_state)
+        tiny.assert_close(metrics, single_metrics)
+        tiny.assert_close(batch, single_batch)
+        tiny.assert_close(state, single_state)
 
 
 def test_a_reward_model_is_cut_and_scores_alike(result: Callable[[str], Any]) -> None:
@@ -136,7 +128,7 @@ def test_activations_stay_where_their_rows_are(result: Callable[[str], Any], cas
 @pytest.mark.parametrize("tokens", ["many", "few"])
 def test_experts_give_the_same_on_every_mesh(result: Callable[[str], Any], tokens: str, mesh: str) -> None:
     found, single = result("experts")[tokens][mesh], result("experts")[tokens]["single"]
-    assert_close(found["result"], single["result"])
+    tiny.assert_close(found["result"], single["result"])
     assert found["flops"] < 1.6 / 8 * single["flops"]
 
 

@@ -189,6 +189,12 @@ def train_sampling(config: Config) -> Sampling:
     return Sampling(temperature=r.temperature, top_k=r.top_k, top_p=r.top_p, min_p=r.min_p)
 
 
+def with_whole_tables(actor: Model, layout: Layout, view: Params) -> Params:
+    """The sampler's view with what has an axis of the vocabulary whole over fsdp: the prompts' lookup, each token's and
+    the head then share one copy, which compilers otherwise may or may not find out by themselves."""
+    return layout.undo_fsdp(view, actor.declare(), only="vocab")
+
+
 def gen(
     actor: Model,
     layout: Layout,
@@ -202,6 +208,7 @@ def gen(
     sampling: Sampling,
 ) -> Batch:
     """The rollout, its rows spread over the mesh."""
+    view = with_whole_tables(actor, layout, view)
     batch = rollout(actor, view, prompts, key, n=n, width=width, sampling=sampling, stops=stops)
     return layout.constrain_rows(batch)
 
