@@ -193,19 +193,19 @@ def stream_parts(job: Job, mesh: Mesh) -> int:
     return mesh.tensor if job.config.model.sequence_parallel else 1
 
 
-def passing_bytes(job: Job, mesh: Mesh, lines: Lines, head: bool = True) -> float:
-    """What a forward pass that nobody differentiates holds at its highest, the larger of c · tokens · D' and a layer,
-    c · tokens · (2 D + max(H + 2 KV, 2 F) / t) and 4 + c bytes for each of heads/t · pairs beside two gathered layers,
-    and of c · tokens · D and a chunk of logits, two float32 arrays of V/t a token, beside the gathered table."""
+def passing_bytes(job: Job, mesh: Mesh, lines: Lines, *, head: bool, parts: int) -> float:
+    """What a forward pass that nobody differentiates holds at its highest: the larger of c · tokens · D / parts and a
+    layer, c · tokens · (2 D + max(H + 2 KV, 2 F) / t) and 4 + c bytes for each of heads/t · pairs beside two gathered
+    layers, and of c · tokens · D and a chunk of logits, two float32 arrays of V/t a token, beside the gathered table.
+    """
     s, c, t = job.shape, job.compute_bytes, mesh.tensor
-    heads, kv = s.num_heads * s.head_dim, s.num_kv_heads * s.head_dim
-    layer = c * lines.tokens * (2 * s.width + max(heads + 2 * kv, 2 * s.mlp_width) / t)
+    heads, kv, hidden = s.num_heads * s.head_dim, s.num_kv_heads * s.head_dim, c * lines.tokens * s.width
+    layer = hidden / parts + 2 * hidden + c * lines.tokens * max(heads + 2 * kv, 2 * s.mlp_width) / t
     layer += (4 + c) * lines.pairs * s.num_heads / t
-    cut_away = s.width - s.width / stream_parts(job, mesh)
-    chunk = 8.0 * head * logits_chunk(job, mesh, lines)[1] * s.vocab_size / t
+    chunk = hidden + 8.0 * head * logits_chunk(job, mesh, lines)[1] * s.vocab_size / t
     if mesh.fsdp > 1:
         layer, chunk = layer + 2 * layer_bytes(job, mesh, c), chunk + table_bytes(job, mesh, c)
-    return c * lines.tokens * s.width + max(layer - c * lines.tokens * cut_away, chunk)
+    return max(layer, chunk)
 
 
 def activation_bytes(job: Job, mesh: Mesh, lines: Lines) -> float:

@@ -22,6 +22,7 @@ from jaxrl_llm.costs import (
     passing_bytes,
     recomputed_flops,
     state_bytes,
+    stream_parts,
     table_bytes,
     view_bytes,
 )
@@ -134,7 +135,7 @@ def prefill(job: Job, mesh: Mesh) -> Work:
     traffic = r.parts * weights + 10.0 * tokens * s.width * job.compute_bytes * s.num_layers
     flops = forward_flops(job, mesh, tokens, tokens * r.prompt_length)
     lines = Lines(prompts // r.parts, tokens // r.parts, tokens // r.parts * r.prompt_length, r.parts)
-    temp = 2 * cache_bytes(job, mesh)[0] + passing_bytes(job, mesh, lines, head=False)
+    temp = 2 * cache_bytes(job, mesh)[0] + passing_bytes(job, mesh, lines, head=False, parts=1)
     return Work(flops, traffic, _present(each, mesh), temp)
 
 
@@ -181,7 +182,7 @@ def scoring(job: Job, mesh: Mesh, lines: Lines, head: bool) -> Work:
     if head:
         each.append(_numbers(lines, width))
     weights = held_bytes(job.whole, mesh, c, gathered=True)
-    temp = passing_bytes(job, mesh, lines, head)
+    temp = passing_bytes(job, mesh, lines, head=head, parts=stream_parts(job, mesh))
     traffic = lines.passes * (weights + 20.0 * lines.tokens * s.width * c * s.num_layers)
     return Work(lines.passes * flops, traffic, _present(each, mesh), temp)
 

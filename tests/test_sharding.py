@@ -23,13 +23,16 @@ from jax.sharding import PartitionSpec as P
 
 from jaxrl_llm.config import check_devices
 from jaxrl_llm.errors import UserError
+from jaxrl_llm.input_notes import mesh_notices
+from jaxrl_llm.loading import make_layout
 from jaxrl_llm.models.architecture import MoeConfig
 from jaxrl_llm.models.transformer import make_transformer
 from jaxrl_llm.sharding import AXES, BATCH_AXES, Layout, make_mesh
 from jaxrl_llm.steps.optimizer import make_optimizer
+from jaxrl_llm.steps.phases import make_program
 from jaxrl_llm.types import Batch
 from tests import tiny
-from tests.on_devices import FLAGS, JOBS, LONG, MESHES, REPLAYED, STEPS
+from tests.on_devices import CUT, FLAGS, JOBS, LONG, LONG_CUT, MESHES, REPLAYED, STEPS
 
 ROOT = Path(__file__).parents[1]
 REPLAYS = [
@@ -130,6 +133,33 @@ def test_experts_give_the_same_on_every_mesh(result: Callable[[str], Any], token
     found, single = result("experts")[tokens][mesh], result("experts")[tokens]["single"]
     tiny.assert_close(found["result"], single["result"])
     assert found["flops"] < 1.6 / 8 * single["flops"]
+
+
+# The residual stream cut along its tokens
+
+
+@pytest.mark.parametrize("how", ["uncut", *CUT, *(pytest.param(name, marks=pytest.mark.long) for name in LONG_CUT)])
+@pytest.mark.parametrize("rows", [0, 1], ids=["full", "padded"])
+def test_a_cut_residual_stream_gives_the_same(result: Callable[[str], Any], how: str, rows: int) -> None:
+    """Log-probs, entropies, loss and gradients; of lines of 63 tokens on four devices."""
+    found, single = (result("sequence_parallel")[name]["results"][rows] for name in (how, "single"))
+    tiny.assert_close(found, single)
+    (_, stats), grads = single
+    assert np.ptp(stats.log_probs) > 1 and (stats.log_probs == 0).any() == rows
+    assert all(np.abs(grad).max() > 0.1 for grad in jax.tree.leaves(grads))
+
+
+def test_a_cut_residual_stream_takes_less_memory(result: Callable[[str], Any]) -> None:
+    found = result("sequence_parallel")
+    assert found["scanned, full"]["temp"] < 0.85 * found["uncut"]["temp"]
+
+
+def test_tokens_are_cut_where_a_config_says_so() -> None:
+    plain = abstract_layout(data=2, fsdp=2, tensor=4)
+    assert plain.named(("batch", "length", None)).spec == P(BATCH_AXES, None, None)
+    cut = dataclasses.replace(plain, sequence_parallel=True)
+    assert cut.named(("batch", "length", None)).spec == P(BATCH_AXES, "tensor", None)
+    assert make_layout(tiny.config(model__sequence_parallel=True)).sequence_parallel
 
 
 # The trainer's compiled phases
@@ -233,6 +263,20 @@ def test_what_a_config_asks_of_its_devices(overrides: dict[str, Any], devices: i
     else:
         with pytest.raises(UserError, match=expected):
             check_devices(config, devices)
+
+
+def test_what_a_run_says_of_its_mesh() -> None:
+    def notices(sizes: dict[str, int], **changes: Any) -> list[str]:
+        program = make_program(tiny.config(**changes), tiny.model())
+        return mesh_notices(dataclasses.replace(program, layout=abstract_layout(**sizes)))
+
+    assert notices({"tensor": 2}, model__sequence_parallel=True) == notices({"data": 4}) == []
+    (gathered,) = notices({"fsdp": 2})
+    # Two layers of 10,240 elements of 4 bytes, half of which lie on each device as it is.
+    assert "each of up to 8 tokens" in gathered and "gathers 0.1 MB of kernels over mesh.fsdp = 2" in gathered
+    assert notices({"fsdp": 2}, rollout__gather_params=True) == notices({"fsdp": 2}, model__scan_layers=False) == []
+    (nothing,) = notices({"data": 2}, model__sequence_parallel=True)
+    assert nothing == "config.model.sequence_parallel = True: changes nothing, since mesh.tensor = 1"
 
 
 # Parameters and optimizer state
