@@ -24,18 +24,17 @@ import numpy as np
 from jaxrl_llm.compiled import Compiled, CompiledStep, compile_step
 from jaxrl_llm.loading import abstract_state, build_program, load_inputs, state_shardings
 from jaxrl_llm.models.architecture import MoeConfig
-from jaxrl_llm.models.transformer import init_params, make_transformer, unstack_layers
+from jaxrl_llm.models.transformer import init_params, make_transformer
 from jaxrl_llm.peers import join_run
 from jaxrl_llm.reward_scorer import RewardScorer
 from jaxrl_llm.sharding import RULES, Layout, fetch, make_mesh, put
 from jaxrl_llm.steps.phases import Program, gen, make_program
 from jaxrl_llm.steps.rollout import StopRules, no_stop_rules
 from jaxrl_llm.steps.sampling import Sampling
-from jaxrl_llm.steps.scoring import score_tokens
 from jaxrl_llm.steps.step import make_step, step_key
 from jaxrl_llm.trainer import fit
 from jaxrl_llm.types import Array, Batch, Model, Param, Params, Prompts, RunState
-from tests import quick, tiny, tiny_folder
+from tests import cut_tokens, quick, tiny, tiny_folder
 
 DEVICES, STEPS, GROUPS = 8, 5, 16
 SHAPE = dataclasses.replace(tiny.SHAPE, num_layers=1)  # one layer compiles in less time than two
@@ -258,60 +257,6 @@ def experts() -> dict[str, dict[str, Any]]:
     return found
 
 
-# The residual stream cut along its tokens
-
-CUT = {"scanned, full": (True, "full"), "unrolled, none": (False, "none")}
-LONG_CUT = {"scanned, none": (True, "none"), "unrolled, full": (False, "full"), "scanned, dots": (True, "dots")}
-
-
-def sequence_parallel() -> dict[str, Any]:
-    """How layers are run -> log-probs, loss and gradients on a mesh whose tensor axis cuts tokens, of rows that are
-    full and of padded ones, in lines that it does not divide; "uncut" and "single" are without; and temporaries."""
-    shape, mesh = dataclasses.replace(SHAPE, num_layers=4, num_kv_heads=4), {"data": 1, "fsdp": 2, "tensor": 4}
-    params = jax.tree.map(lambda x: 6 * x if x.ndim > 2 else x, init_params(make_transformer(shape), jax.random.key(0)))
-    params["embed"] = 2 * params["embed"]
-    cases = CUT | (LONG_CUT if os.environ.get("JAXRL_LLM_LONG_TESTS") else {})
-    found: dict[str, Any] = {}
-    for name in ("single", "uncut", *cases):
-        scan, remat = cases.get(name, (True, "full"))
-        where = layout("single") if name == "single" else Layout(make_mesh(**mesh), sequence_parallel=name in cases)
-        model = make_transformer(shape, constrain=where.constrain, remat=remat)
-
-        def loss(params: Params, batch: Batch, model: Model = model, scan: bool = scan) -> Any:
-            entered = params if scan else unstack_layers(params)
-            stats = score_tokens(model, entered, batch, temperature=0.8, chunk_tokens=64)
-            return (stats.log_probs * jnp.cos(stats.log_probs) - stats.entropys).sum(), stats
-
-        shardings = where.params(model.declare())
-        graded = jax.jit(jax.value_and_grad(loss, has_aux=True), out_shardings=((None, where.rows), shardings))
-        given, rows = jax.tree.map(put, params, shardings), [where.put_rows(lines(full)) for full in (True, False)]
-        compiled: Any = graded.lower(given, rows[0]).compile()
-        found[name] = {
-            "results": [jax.tree.map(np.asarray, compiled(given, batch)) for batch in rows],
-            "temp": compiled.memory_analysis().temp_size_in_bytes,
-        }
-    return found
-
-
-def lines(full: bool) -> Batch:
-    """Four prompts of up to 12 tokens with three responses each of up to 18: a line is 12 + 3 · 17 tokens."""
-    prompts, draw = tiny.prompts(4, 12), np.random.default_rng(1)
-    length = np.full(12, 18) if full else draw.integers(0, 19, 12)
-    zeros, mask = np.zeros(12, np.int32), np.arange(18)[None, :] < length[:, None]
-    return Batch(
-        prompts=prompts.prompts,
-        prompt_mask=np.ones((4, 12), bool) if full else prompts.prompt_mask,  # type: ignore[arg-type]
-        prompt_valid=prompts.prompt_valid,
-        record_arrays={},
-        uid=jnp.repeat(prompts.uid, 3),
-        responses=draw.integers(0, tiny.VOCAB, (12, 18), np.int32),  # type: ignore[arg-type]
-        response_mask=mask,  # type: ignore[arg-type]
-        response_length=length.astype(np.int32),
-        rollout_log_probs=None,
-        finish_reason=zeros,  # type: ignore[arg-type]
-    )
-
-
 def placed(where: Layout) -> dict[str, Any]:
     """Which rows `put_rows` gives to how many devices; the shapes, whole and in part, of what is constrained."""
 
@@ -379,7 +324,7 @@ JOBS = {
     "ppo": functools.partial(replay, "ppo"),
     "sample": sample,
     "experts": experts,
-    "sequence_parallel": sequence_parallel,
+    "sequence_parallel": cut_tokens.sequence_parallel,
     "train": train,
 }
 
