@@ -16,6 +16,7 @@ import hashlib
 import json
 import logging
 import os
+import re
 import shutil
 import threading
 from collections.abc import Collection, Mapping
@@ -54,7 +55,12 @@ class Checkpoints:
 
     def steps(self) -> list[int]:
         """The steps whose checkpoints are complete, oldest first."""
-        return sorted(int(path.parent.name) for path in self.folder.glob(f"[0-9]*/{CHECKSUMS}"))
+        return [step for step, path in self._folders() if (path / CHECKSUMS).is_file()]
+
+    def _folders(self) -> list[tuple[int, Path]]:
+        """Those of steps, complete or not, oldest first; "4 (copy)" and "4.bak", which a person made, are no steps."""
+        found = [path for path in self.folder.glob("[0-9]*") if path.is_dir()]
+        return sorted((int(path.name), path) for path in found if re.fullmatch(r"\d+", path.name, re.ASCII))
 
     def latest_step(self) -> int | None:
         return max(self.steps(), default=None)
@@ -265,10 +271,10 @@ class Checkpoints:
     def _open_saver(self) -> ocp.AsyncCheckpointer:
         if self._saver is None:
             self.folder.mkdir(parents=True, exist_ok=True)
-            for path in self.folder.glob("[0-9]*") if jax.process_index() == 0 else ():
+            for step, path in self._folders() if jax.process_index() == 0 else ():
                 if not (path / CHECKSUMS).exists():
                     shutil.rmtree(path)
-                elif int(path.name) in self._damaged:  # kept for whoever wants to know what happened
+                elif step in self._damaged:  # kept for whoever wants to know what happened
                     _set_aside(path)
             self._damaged.clear()
             options = ocp.options.AsyncOptions(timeout_secs=WRITING_SECONDS)
