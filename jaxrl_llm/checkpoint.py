@@ -26,7 +26,7 @@ from typing import Any, TypeVar
 import jax
 import orbax.checkpoint as ocp
 
-from jaxrl_llm.errors import StorageError
+from jaxrl_llm.errors import OutOfMemory, StorageError, is_out_of_memory
 
 Tree = TypeVar("Tree")
 CHECKSUMS = "checksums.json"
@@ -47,7 +47,7 @@ class Checkpoints:
         self.folder, self._keep = Path(folder).absolute(), keep
         self._saver: ocp.AsyncCheckpointer | None = None
         self._writing: threading.Thread | None = None
-        self._failure: StorageError | None = None
+        self._failure: StorageError | OutOfMemory | None = None
         self._released, self._dropped = threading.Event(), False  # see `save`, hold
         self._released.set()
         self._whole: set[int] = set()  # steps whose files were compared with their checksums
@@ -127,6 +127,8 @@ class Checkpoints:
             saver.save(folder, args=arguments, force=True)
         except Exception as error:  # orbax and tensorstore raise all kinds when a disk is full
             self._give_up()  # so that the next save starts by cleaning up
+            if is_out_of_memory(error):
+                raise
             raise StorageError(f"{folder}: cannot be saved: {error}") from error
         self._released.clear()
         if not hold:
@@ -150,7 +152,8 @@ class Checkpoints:
                 if old not in spare:
                     _remove(self.folder / str(old))
         except BaseException as error:
-            self._failure = StorageError(f"{folder}: cannot be saved: {error}")
+            kind = OutOfMemory if is_out_of_memory(error) else StorageError
+            self._failure = kind(f"{folder}: cannot be saved: {error}")
             self._failure.__cause__ = error
 
     def release(self) -> None:

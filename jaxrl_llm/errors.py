@@ -125,7 +125,8 @@ def exit_code(body: Callable[[], None]) -> int:
     except Exception as error:
         if is_out_of_memory(error):
             notes = getattr(error, "__notes__", [])
-            say("\n".join([f"error: out of memory: {error}", *notes]), sys.stderr)
+            why = str(error) or f"the host has too little ({type(error).__name__})"
+            say("\n".join([f"error: out of memory: {why}", *notes]), sys.stderr)
             return OutOfMemory.exit_code
         if isinstance(error, OSError) and error.errno in FULL:
             say(f"error: {error}", sys.stderr)
@@ -154,19 +155,26 @@ def say(text: str, stream: TextIO | None = None) -> None:
         print(text, file=stream, flush=True)
 
 
+# Of XLA's: on a CPU the second may stand within an INTERNAL error.
+NO_MEMORY = ("RESOURCE_EXHAUSTED", "Out of memory allocating", "std::bad_alloc")
+
+
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether the host or a device (XLA says so by RESOURCE_EXHAUSTED) had too little memory.
+    """Whether the host or a device (XLA has several ways to say so) had too little memory.
 
     >>> is_out_of_memory(MemoryError()), is_out_of_memory(ValueError("RESOURCE_EXHAUSTED"))
     (True, False)
     """
     # By name: jax is not imported here. The second is the first one's name in older versions.
     from_device = type(error).__name__ in ("JaxRuntimeError", "XlaRuntimeError")
-    return isinstance(error, MemoryError) or (from_device and "RESOURCE_EXHAUSTED" in str(error))
+    if isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and "can't start new thread" in str(error)):
+        return True
+    return from_device and any(text in str(error) for text in NO_MEMORY)
 
 
 def leave(code: int) -> None:
-    """Ends the process. After an interruption or a signal at once: threads that still compile can crash an orderly end.
+    """Ends the process. After an interruption or a signal at once: threads that still compile can crash an orderly end,
+    and so can all of them where there is no memory.
     One of several processes leaves the others first: an orderly end would wait for them, and they for it, without end.
     """
     for stream in (sys.stdout, sys.stderr):
@@ -176,7 +184,7 @@ def leave(code: int) -> None:
             except (OSError, ValueError):  # or Python would try again at its end, and change the exit code
                 with contextlib.suppress(OSError, ValueError):
                     os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
-    if code == INTERRUPTED:
+    if code in (INTERRUPTED, OutOfMemory.exit_code):
         os._exit(code)
     jax = sys.modules.get("jax")
     if code and jax is not None and jax.distributed.is_initialized():

@@ -58,7 +58,7 @@ def explain(config: Config, phase: str, error: BaseException) -> str:
         *(f"  {note}" for note in getattr(error, "__notes__", [])),
         f"  a step: {prompts} prompts x {rollout.n} responses = {prompts * rollout.n} rows of "
         f"{rollout.prompt_length} + {rollout.response_length} tokens, on {jax.device_count()} device(s)",
-        *_table(),
+        *_known_programs(),
         "  what makes it smaller (docs/sizing.md):",
     ]
     values, knobs = _values(config), KNOBS.get(phase) or _all_knobs(config)
@@ -103,6 +103,13 @@ def _values(config: Config) -> Callable[[str], object]:
         return getattr(getattr(config, section), name)
 
     return value
+
+
+def _known_programs() -> list[str]:
+    try:
+        return list(_table())
+    except Exception:  # it takes memory itself
+        return ["  (the compiled programs' sizes cannot be told any more)"]
 
 
 def _table() -> Iterator[str]:

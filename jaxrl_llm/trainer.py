@@ -147,7 +147,8 @@ class Run:
         if self.step < self.total_steps:
             if self._scorer:
                 self._scorer.compile(self._note)
-            self._compile()
+            with self._timers("compile"):
+                self._compile()
         else:
             self._note(f"nothing is left to do: step {self.step} of {self.total_steps} is done (trainer.steps)")
 
@@ -324,7 +325,7 @@ class Run:
             try:
                 if self._keeper:
                     self._keeper.close()
-            except StorageError as failure:
+            except (StorageError, OutOfMemory) as failure:
                 failed = failure
                 if error is not None:
                     self._note(str(failure))
