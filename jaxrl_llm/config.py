@@ -63,6 +63,13 @@ class MultiTurn:
 
 
 @dataclasses.dataclass(frozen=True)
+class Cascade:
+    width: Count
+    halvings: Count
+    min_rows: Positive
+
+
+@dataclasses.dataclass(frozen=True)
 class Rollout:
     n: Positive
     prompt_length: Positive
@@ -77,6 +84,7 @@ class Rollout:
     stop_token_ids: tuple[int, ...]
     parts: Positive
     gather_params: bool
+    cascade: Cascade
     multi_turn: MultiTurn
 
 

@@ -25,7 +25,7 @@ from jaxrl_llm.reward_scorer import make_scorer
 from jaxrl_llm.sharding import Layout, abstract
 from jaxrl_llm.steps.phases import Program
 from jaxrl_llm.steps.training import declare_frozen
-from jaxrl_llm.types import KVCache, Prompts, RunState
+from jaxrl_llm.types import Cache, Prompts, RunState
 from jaxrl_llm.writers import check_loggers
 
 Report = Callable[[str], None]
@@ -229,7 +229,7 @@ def cache_bytes(program: Program, prompts: Prompts) -> tuple[int, int]:
     r, layout = program.config.rollout, program.layout
     groups = prompts.prompts.shape[0] // r.parts
 
-    def cache() -> KVCache:
+    def cache() -> Cache:
         return program.actor_model.init_cache(groups, r.prompt_length).fork(r.n, r.response_length)
 
     made = jax.eval_shape(cache)

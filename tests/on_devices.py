@@ -166,7 +166,9 @@ def sample() -> dict[str, Batch]:
 
         def rollout(view: Params, prompts: Prompts, key: Array, where: Layout = where, model: Model = model) -> Batch:
             sampling = Sampling(temperature=0.7, top_p=0.95)
-            return gen(model, where, view, prompts, key, stops(), n=4, width=12, sampling=sampling)
+            # Two widths of the cache and three numbers of rows.
+            shapes = Cascade(width=4, min_rows=1, shards=where.batch_shards)
+            return gen(model, where, view, prompts, key, stops(), n=4, width=12, sampling=sampling, cascade=shapes)
 
         view = jax.device_put(params, where.params(model.declare()))
         batch = jax.jit(rollout)(view, where.put_rows(tiny.prompts(GROUPS)), step_key(0, 1))
