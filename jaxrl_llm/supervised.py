@@ -11,7 +11,7 @@ import numpy as np
 from jaxrl_llm.command_line import make_parser, parse_args
 from jaxrl_llm.compiled import Compiled, CompiledTraining, compile_training
 from jaxrl_llm.data import PromptBatch
-from jaxrl_llm.errors import exit_code
+from jaxrl_llm.errors import exit_code, say
 from jaxrl_llm.evaluation import Evaluators
 from jaxrl_llm.guard import run_guarded
 from jaxrl_llm.loading import Inputs
@@ -83,6 +83,6 @@ def command(name: str, about: str, start: Callable[..., Run], argv: Sequence[str
     def body() -> None:
         config, args = parse_args(make_parser(name, about), sys.argv[1:] if argv is None else argv)
         run_guarded(start, config, args)
-        print(f"done: {Path(args.workdir)}; next: python -m jaxrl_llm.export {args.workdir} FOLDER")
+        say(f"done: {Path(args.workdir)}; next: python -m jaxrl_llm.export {args.workdir} FOLDER")
 
     return exit_code(body)

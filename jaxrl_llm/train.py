@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from jaxrl_llm.command_line import join_peers, make_parser, parse_args
-from jaxrl_llm.errors import exit_code, leave
+from jaxrl_llm.errors import exit_code, leave, say
 from jaxrl_llm.guard import run_guarded
 
 
@@ -36,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         run_guarded(fit, config, args)
         if speaks:
-            print(f"done: {Path(args.workdir)} holds metrics.jsonl, samples.jsonl and checkpoints/")
+            say(f"done: {Path(args.workdir)} holds metrics.jsonl, samples.jsonl and checkpoints/")
 
     return exit_code(body)
 

@@ -23,13 +23,13 @@ from jaxrl_llm.collect import Collector, open_rewards, try_out
 from jaxrl_llm.compiled import Compiled, CompiledTraining, compile_step
 from jaxrl_llm.config import Config
 from jaxrl_llm.data import PromptBatch
-from jaxrl_llm.errors import OutOfMemory, RunAborted, StorageError, TryAgain, UserError, is_out_of_memory
+from jaxrl_llm.errors import OutOfMemory, RunAborted, StorageError, TryAgain, is_out_of_memory
 from jaxrl_llm.evaluation import Evaluators, make_evaluators
 from jaxrl_llm.guard import Guard
 from jaxrl_llm.health import why_stop
 from jaxrl_llm.input_notes import input_notes
 from jaxrl_llm.loading import Inputs, build_program, load_inputs, make_layout, ordinary_policy
-from jaxrl_llm.memory import explain
+from jaxrl_llm.memory import explain, tell_of_killed
 from jaxrl_llm.metrics import extras_metrics, timing_metrics
 from jaxrl_llm.models.hf_export import export_policy
 from jaxrl_llm.order import epoch_steps
@@ -37,13 +37,14 @@ from jaxrl_llm.peers import Peers
 from jaxrl_llm.resume import Keeper
 from jaxrl_llm.reward_scorer import RewardScorer, make_scorer
 from jaxrl_llm.rewards import Scores
+from jaxrl_llm.run_mark import RunMark, hold
 from jaxrl_llm.samplers import make_sampler
 from jaxrl_llm.samples import rollout_rows, sample_rows
 from jaxrl_llm.sharding import abstract_like, fetch
 from jaxrl_llm.steps.phases import Program
 from jaxrl_llm.timers import Timers, host_metrics
 from jaxrl_llm.types import Batch, RunState
-from jaxrl_llm.writers import RunWriter, SilentWriter, check_loggers, machine_facts
+from jaxrl_llm.writers import MODEL, RunWriter, SilentWriter, check_loggers, check_workdir, machine_facts, storage
 
 Metrics = dict[str, float]
 
@@ -94,9 +95,9 @@ class Run:
         self.config, self._guard = config, guard or Guard()
         self._timers = Timers(self._guard.watchdog)
         self._workdir = None if workdir is None else Path(workdir)
-        if self._workdir and self._workdir.exists() and not self._workdir.is_dir():
-            raise UserError(f"--workdir {workdir}: is a file; expected a folder, or nothing yet")
+        check_workdir(config, self._workdir)
         self._writer: RunWriter | None = None
+        self._mark: RunMark | None = None
         self._keeper, self._evaluator, self._peers = None, None, Peers.of_run()
         with self._timers("start"):
             self._inputs = load_inputs(config, check=self._check_record)
@@ -116,6 +117,7 @@ class Run:
         self._scorer, self._inputs = self._make_scorer()
         self._program = self._make_program()
         self._try_out()
+        self._mark = hold(self._workdir, self._peers)
         self._keeper = keeper = Keeper(config, self._workdir, strict=strict_resume)
         self._state, self._cursor, self._curriculum = keeper.restore(self._program, self._inputs)
         try_out(self._inputs)
@@ -133,14 +135,20 @@ class Run:
             }
             silent = SilentWriter(config, self.total_steps)
             self._writer = RunWriter(workdir, config, **given) if self._peers.first else silent
-            self._guard.watchdog.tell = self._writer.stuck
+            self._guard.watchdog.tell = self._stuck
+            self._mark = hold(self._workdir, self._peers, self._mark)
+            if mark := self._mark:
+                self._timers.entered = lambda phase: mark.at(self.step, phase)
+                if mark.killed:
+                    self._note(f"notice: {tell_of_killed(config, mark.killed)}")
         self._told_of_failures = False
         self._note_inputs()
         self._tell_of_checkpoints()
         if self.step < self.total_steps:
             if self._scorer:
                 self._scorer.compile(self._note)
-            self._compile()
+            with self._timers("compile"):
+                self._compile()
         else:
             self._note(f"nothing is left to do: step {self.step} of {self.total_steps} is done (trainer.steps)")
 
@@ -208,6 +216,8 @@ class Run:
                 self._write(0, self._evaluate())
             if keeper.pending is not None:
                 self._write(self.step, self._finished(keeper.pending))
+            if self.step >= self.total_steps and config.trainer.export and not keeper.is_exported(self.step):
+                self._export()
             self._guard.signals.stepping, unfinished, asked = True, None, ""
             while self.step < self.total_steps:
                 keeper.poll()
@@ -315,13 +325,15 @@ class Run:
             try:
                 if self._keeper:
                     self._keeper.close()
-            except StorageError as failure:
+            except (StorageError, OutOfMemory) as failure:
                 failed = failure
                 if error is not None:
                     self._note(str(failure))
             if self._writer:
                 writer, self._writer = self._writer, None
                 writer.close(error or failed)
+            if self._mark:
+                self._mark.close()
         if failed and error is None:
             raise failed
 
@@ -416,19 +428,27 @@ class Run:
     def _export(self) -> None:
         if self._workdir is None:
             return
-        folder = self._workdir / "model"
+        folder = self._workdir / MODEL
         policy = ordinary_policy(self._program, self._inputs, self._state)
         policy = fetch(policy) if self._peers.count > 1 else policy
         if self._peers.first:
-            if folder.exists():  # of this run, when it was shorter
-                shutil.rmtree(folder)
-            export_policy(folder, policy, self._inputs.folder)
+            with storage(folder):
+                if folder.exists():  # of this run, when it was shorter
+                    shutil.rmtree(folder)
+                export_policy(folder, policy, self._inputs.folder)
         self._note(f"model: {folder}")
 
     def _write(self, step: int, metrics: Metrics) -> None:
         if self._writer and metrics:
             with self._guard.watchdog.phase("write"):
                 self._writer.step(step, metrics)
+
+    def _stuck(self, why: str) -> None:
+        """The watchdog is about to end the process."""
+        if self._writer:
+            self._writer.stuck(why)
+        if self._mark:
+            self._mark.close()
 
     def _note(self, text: str) -> None:
         self._guard.watchdog.alive()  # to compile every program may take long, to compile one may not

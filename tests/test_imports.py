@@ -80,6 +80,7 @@ ALLOWED: dict[str, set[str]] = {
     "report_charts": set(),
     "report_numbers": {"meters"},
     "report": FILES | {"config", "meters", "report_charts", "report_numbers"},
+    "run_mark": FILES | {"peers"},
     "writers": CONFIG | FILES | {"loggers", "progress", "report", "report_numbers"},
     "samples": BASE | {"sharding", "data", "rewards", "tokenizer", "types"},
     "models": BASE | {"types"},
@@ -95,13 +96,13 @@ ALLOWED: dict[str, set[str]] = {
     "watchdog": BASE,
     "guard": {"config", "signals", "watchdog"},
     "timers": {"metrics", "steps", "watchdog"},
-    "memory": {"compiled", "config"},
+    "memory": {"compiled", "config", "run_mark"},
     "health": {"config", "rewards", "types"},
     "resume": HOST | {"curriculum", "loading", "peers", "steps"},
     "input_notes": HOST | {"costs", "loading", "models", "steps"},
     "trainer": HOST
     | {"models", "steps", "loading", "compiled", "collect", "curriculum", "evaluation"}
-    | {"guard", "health", "input_notes", "memory", "resume"}
+    | {"guard", "health", "input_notes", "memory", "resume", "run_mark"}
     | {"peers", "reward_scorer", "samplers", "samples", "timers"},
     "hlo": set(),
     "dry_run": HOST
