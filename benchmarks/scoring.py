@@ -60,7 +60,7 @@ def _phase(case: Case, folder: Path) -> Line:
     phase, compile_s = clocked(lambda: Compiled(name, score, job.params, batch, report=silent, out_shardings=rows))
     seconds = repeated(lambda: jax.block_until_ready(phase(job.params, batch)), case.repeats)
     tokens = case.prompts * case.n * case.prompt_length + int(drawn.sum())
-    return found(job, seconds, compile_s, phase, tokens, model_flops(job, drawn))
+    return found(case, seconds, compile_s, phase, tokens, model_flops(case, job.costs, drawn))
 
 
 def _head(case: Case, folder: Path) -> Line:
@@ -81,7 +81,7 @@ def _head(case: Case, folder: Path) -> Line:
     phase, compile_s = clocked(lambda: Compiled("head", both, *given, report=silent))
     seconds = repeated(lambda: jax.block_until_ready(phase(*given)), case.repeats)
     flops = head_flops(job.costs, Mesh(), rows * width) if job.costs else None
-    return found(job, seconds, compile_s, phase, int(np.size(labels)), flops and 3 * flops)
+    return found(case, seconds, compile_s, phase, int(np.size(labels)), flops and 3 * flops)
 
 
 if __name__ == "__main__":

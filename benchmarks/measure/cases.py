@@ -14,7 +14,9 @@ from typing import Any
 import jax
 import numpy as np
 
+from benchmarks.measure import lengths
 from benchmarks.measure.presets import PRESETS, SIZES
+from benchmarks.measure.prompts import DIGITS
 from configs import base
 from jaxrl_llm import load_config
 from jaxrl_llm.config import Config
@@ -29,7 +31,6 @@ from jaxrl_llm.steps.reward import write_scores
 from jaxrl_llm.types import FINISH_LENGTH, FINISH_STOP, Array, Batch, Params, Prompts
 
 Case = argparse.Namespace
-DIGITS = "0123456789"
 
 
 @contextlib.contextmanager
@@ -79,10 +80,10 @@ def config_of(case: Case, folder: Path, **overrides: Any) -> Config:
         "rollout.prompt_length": case.prompt_length,
         "rollout.response_length": case.response_length,
         "rollout.ignore_eos": True,
-        "data.train": (f"benchmarks.measure.cases:records(count={case.prompts}, length={case.prompt_length})",),
+        "data.train": (f"benchmarks.measure.prompts:records(count={case.prompts}, length={case.prompt_length})",),
         "data.chat_template": False,
         "data.train_batch_size": case.prompts,
-        "reward.functions": ("benchmarks.measure.cases:last_digit",),
+        "reward.functions": ("benchmarks.measure.cases:even_length",),
         # Of a single response no group estimator can be asked.
         "algorithm.estimator": "grpo" if case.n > 1 else "reinforce_plus_plus",
         "actor.micro_batch_size": case.micro_batch,
@@ -90,19 +91,16 @@ def config_of(case: Case, folder: Path, **overrides: Any) -> Config:
         "seed": case.seed,
     }
     settings |= {name.replace("__", "."): value for name, value in overrides.items()}
+    if kept := lengths.stops(case.lengths):
+        size = hf.read_shape(folder).vocab_size
+        settings["rollout.stop_token_ids"] = tuple(range(1, 1 + round(size / kept)))
     texts = [change.partition("=") for change in case.changes]
     settings |= {key: parse(text, hint_of(Config, key)) for key, _, text in texts}
     return load_config(base.__file__, settings)
 
 
-def records(count: int, length: int) -> list[dict[str, str]]:
-    """Prompts of `length` digits, one token each."""
-    rng = np.random.default_rng(0)
-    return [{"prompt": "".join(rng.choice(list(DIGITS), length))} for _ in range(count)]
-
-
-def last_digit(prompt: str, response: str, record: Any) -> float:
-    """A reward that differs between responses: whether the text's length is even."""
+def even_length(prompt: str, response: str, record: Any) -> float:
+    """A reward that costs nothing and differs between responses."""
     return float(len(response) % 2 == 0)
 
 
@@ -123,9 +121,13 @@ def open_job(case: Case, folder: Path, **overrides: Any) -> Job:
     inputs = load_inputs(config, train=False)
     program = build_program(config, inputs, layout, config.trainer.steps)
     params, _ = policy_params(config, program.actor_model, layout, inputs.folder)
+    return Job(case, config, program, params, costs_of(config, folder))
+
+
+def costs_of(config: Config, folder: Path) -> Costs | None:
+    """What `model_flops` counts; None for a model with experts."""
     with contextlib.suppress(UserError):
-        return Job(case, config, program, params, Costs.of(config, hf.read_shape(folder)))
-    return Job(case, config, program, params, None)
+        return Costs.of(config, hf.read_shape(folder))
 
 
 def random_tokens(job: Job, *shape: int) -> np.ndarray:

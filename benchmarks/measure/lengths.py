@@ -7,6 +7,7 @@ import statistics
 
 import numpy as np
 
+KINDS = ("fixed", "lognormal", "geometric")
 SIGMA = 1.0  # of the logarithm: the longest of 64 rows then comes to four times the mean and more
 
 
@@ -15,15 +16,22 @@ class LengthError(ValueError):
 
 
 def spec(text: str) -> str:
-    """`full`, `fixed:TOKENS` or `lognormal:MEAN`, checked: the type of a command's option.
+    """`full`, `fixed:TOKENS`, `lognormal:MEAN` or `geometric:MEAN`, checked: the type of a command's option.
 
     Raises:
       argparse.ArgumentTypeError: it is none of these.
     """
     kind, _, value = text.partition(":")
-    if text == "full" or (kind in ("fixed", "lognormal") and value.isdecimal() and int(value) > 0):
+    if text == "full" or (kind in KINDS and value.isdecimal() and int(value) > 0):
         return text
-    raise argparse.ArgumentTypeError(f"found {text!r}; expected full, fixed:TOKENS or lognormal:MEAN, in whole tokens")
+    expected = ", ".join(["full", *(f"{kind}:TOKENS" for kind in KINDS)])
+    raise argparse.ArgumentTypeError(f"found {text!r}; expected one of {expected}")
+
+
+def stops(text: str) -> int:
+    """Of `geometric:MEAN`, where each token ends a response with probability 1 / MEAN, that mean; of others 0."""
+    kind, _, value = text.partition(":")
+    return int(value) if kind == "geometric" else 0
 
 
 def draw(text: str, rows: int, limit: int, seed: int = 0) -> np.ndarray:
@@ -34,7 +42,7 @@ def draw(text: str, rows: int, limit: int, seed: int = 0) -> np.ndarray:
     their mean after that, but for rounding.
 
     Raises:
-      LengthError: a length, or the mean, is above the limit.
+      LengthError: a length, or the mean, is above the limit; or the lengths are geometric, which only sampling draws.
 
     >>> draw("full", 2, 8), draw("fixed:3", 2, 8)
     (array([8, 8], dtype=int32), array([3, 3], dtype=int32))
@@ -42,6 +50,8 @@ def draw(text: str, rows: int, limit: int, seed: int = 0) -> np.ndarray:
     [9, 18, 28, 38, 53, 75, 112, 178]
     """
     kind, _, value = text.partition(":")
+    if stops(text):
+        raise LengthError(f"{text}: only sampling draws it; expected full, fixed or lognormal")
     wanted = int(value or limit)
     if wanted > limit:
         raise LengthError(f"{text}: expected at most the response length, {limit}")

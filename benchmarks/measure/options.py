@@ -31,7 +31,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         ("n", positive, 1, "responses to each"),
         ("prompt-length", positive, 32, "tokens of every prompt"),
         ("response-length", positive, 64, "width of the response frame"),
-        ("lengths", lengths.spec, "full", "of responses: full, fixed:TOKENS, lognormal:MEAN"),
+        ("lengths", lengths.spec, "full", "of responses: full, fixed:TOKENS, lognormal:MEAN, geometric:MEAN"),
         ("micro-batch", whole, 0, "rows at a time; 0: all at once"),
         ("logprob-chunk", positive, 1024, "tokens whose logits exist at a time"),
     ):
@@ -46,6 +46,19 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--repeats", type=positive, default=5, help="calls that are timed, after one that is not")
     parser.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE", dest="changes", help="any other knob")
     parser.add_argument("--json", action="store_true", help="one line of JSON a case")
+
+
+def add_sampling(parser: argparse.ArgumentParser) -> None:
+    """Options of benchmarks that sample."""
+    group = parser.add_argument_group("sampling, as config.rollout has it")
+    for name, default in (("temperature", 1.0), ("top-p", 1.0), ("min-p", 0.0)):
+        group.add_argument(f"--{name}", type=float, nargs="+", default=[default], help=f"({default})")
+    group.add_argument("--top-k", type=whole, nargs="+", default=[0], help="0: all (0)")
+
+
+def sampling_of(case: Case) -> dict[str, Any]:
+    """The overrides of a config that `add_sampling`'s options stand for."""
+    return {f"rollout__{name}": getattr(case, name) for name in ("temperature", "top_p", "min_p", "top_k")}
 
 
 def positive(text: str) -> int:

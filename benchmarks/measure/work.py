@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from benchmarks.measure.cases import Job
+from benchmarks.measure.cases import Case, Costs
 from benchmarks.measure.clock import matmul_peak, rss_mb, timing
 from jaxrl_llm.compiled import Compiled
 from jaxrl_llm.costs import Mesh, forward_flops, head_flops
@@ -20,18 +20,24 @@ from jaxrl_llm.costs import Mesh, forward_flops, head_flops
 Line = dict[str, Any]
 
 
-def model_flops(job: Job, response_lengths: np.ndarray) -> float | None:
+def model_flops(case: Case, costs: Costs | None, response_lengths: np.ndarray) -> float | None:
     """Matrix products of one forward pass over the responses [B], at the least: each prompt once for its responses, no
     padding, no pair of tokens of which one cannot see the other, and the head at response tokens alone. Sampling needs
     the same, an update three times as much."""
-    if job.costs is None:
+    if costs is None:
         return None
-    width, groups = job.case.prompt_length, job.case.prompts
+    width, groups = case.prompt_length, case.prompts
     own = response_lengths.astype(np.int64) - 1  # the last token is nobody's input
     tokens = groups * width + own.sum()
     pairs = groups * width * (width + 1) / 2 + (own * width + own * (own + 1) / 2).sum()
     mesh = Mesh()
-    return forward_flops(job.costs, mesh, tokens, pairs) + head_flops(job.costs, mesh, int(response_lengths.sum()))
+    return forward_flops(costs, mesh, tokens, pairs) + head_flops(costs, mesh, int(response_lengths.sum()))
+
+
+def mean(values: Sequence[float | None]) -> float | None:
+    """None if one of them is."""
+    known = [value for value in values if value is not None]
+    return statistics.fmean(known) if len(known) == len(values) else None
 
 
 def silent(text: str) -> None:
@@ -46,7 +52,7 @@ def clocked(make: Callable[[], Any]) -> tuple[Any, float]:
 
 
 def found(
-    job: Job, seconds: Sequence[float], compile_s: float, program: Compiled, tokens: int, flops: float | None
+    case: Case, seconds: Sequence[float], compile_s: float, program: Compiled, tokens: int, flops: float | None
 ) -> Line:
     """The line of a case: speed, memory, and how far it is from what the machine can do.
 
@@ -55,7 +61,7 @@ def found(
       tokens: that a call works on.
       flops: of a call; None where it is not known.
     """
-    peak, memory = matmul_peak(job.case.dtype), program.executable.memory_analysis()
+    peak, memory = matmul_peak(case.dtype), program.executable.memory_analysis()
     line = timing(seconds, tokens) | {"compile_s": round(compile_s, 2)}
     if memory is not None:
         line |= {
