@@ -35,10 +35,10 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def measure(case: Case, folder: Path) -> Line:
     """One case's line but for its options."""
-    job = open_job(case, folder, **sampling_of(case))
     limits = None
     if not lengths.stops(case.lengths):
         limits = lengths.draw(case.lengths, case.prompts, case.response_length, case.seed)
+    job = open_job(case, folder, **sampling_of(case))
     program, prompts = job.program, random_prompts(job, limits)
     view = Compiled("update_weights", program.update_weights, job.params, report=silent)(job.params)
     sampler, compile_s = clocked(

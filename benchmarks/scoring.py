@@ -53,8 +53,8 @@ def measure(case: Case, folder: Path) -> Line:
 
 def _phase(case: Case, folder: Path) -> Line:
     name, settings = PHASES[case.part]
-    job = open_job(case, folder, **settings)
     drawn = lengths.draw(case.lengths, case.prompts * case.n, case.response_length, case.seed)
+    job = open_job(case, folder, **settings)
     batch, score = random_batch(job, drawn), getattr(job.program, name)
     rows = job.program.layout.rows
     phase, compile_s = clocked(lambda: Compiled(name, score, job.params, batch, report=silent, out_shardings=rows))

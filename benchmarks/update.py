@@ -34,8 +34,8 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def measure(case: Case, folder: Path) -> Line:
     """One case's line but for its options."""
-    job = open_job(case, folder)
     drawn = lengths.draw(case.lengths, case.prompts * case.n, case.response_length, case.seed)
+    job = open_job(case, folder)
     program, batch = job.program, scored_batch(job, drawn)
     state = jax.jit(program.init, out_shardings=state_shardings(program))(job.params).actor
     given = (program.actor, abstract_like(state), abstract_like(batch), program.layout)
