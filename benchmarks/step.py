@@ -41,9 +41,14 @@ def measure(case: Case, folder: Path) -> Line:
         raise lengths.LengthError(f"{case.lengths}: a step samples up to its limit; expected full or geometric:MEAN")
     settings = {"reward__num_workers": 0, "trainer__steps": case.repeats + 1, "logging__progress": "none"}
     config = config_of(case, folder, **settings, **sampling_of(case))
-    run, compile_s = clocked(lambda: fit(config))
-    with run:
-        steps = [(metrics, np.asarray(batch.response_length)) for metrics, batch in run][1:]
+    training, compile_s = clocked(lambda: fit(config))
+    steps = []
+    with training:
+        for metrics, batch in training:
+            if not batch.prompt_mask.all():
+                raise lengths.LengthError(f"{folder}: its tokenizer makes fewer tokens of {case.prompt_length} digits")
+            steps.append((metrics, np.asarray(batch.response_length)))
+    del steps[0]  # in which everything is touched for the first time
     timers = {name.removeprefix(TIMER) for name in steps[0][0] if name.startswith(TIMER)}
     by_phase = {name: [metrics[TIMER + name] for metrics, _ in steps] for name in sorted(timers)}
     iterations = [sum(by_phase[name][i] for name in ITERATION if name in by_phase) for i in range(case.repeats)]

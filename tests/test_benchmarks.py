@@ -21,7 +21,20 @@ from benchmarks.peers import __main__ as peers
 from benchmarks.peers.table import ROWS, Figure, Program, Row
 from tests.tiny_folder import compile_once
 
-TINY = ["--preset", "tiny", "--prompts", "2", "--prompt-length", "3", "--response-length", "4", "--repeats", "2"]
+TINY = [
+    "--preset",
+    "tiny",
+    "--num-layers",
+    "1",
+    "--prompts",
+    "2",
+    "--prompt-length",
+    "3",
+    "--response-length",
+    "4",
+    "--repeats",
+    "2",
+]
 
 
 def case(*changes: str) -> argparse.Namespace:
@@ -101,12 +114,12 @@ def test_work_is_what_has_to_be_computed() -> None:
     kernels = 32 * (32 + 16 + 16) + 32 * 32 + 3 * 32 * 64  # q, k, v; o; gate, up, down
     head = 2 * 32 * 64
     # A prompt of one token and a response of one: the token passes once and sees itself.
-    layers = 2 * (2 * kernels + 4 * 32)
-    assert model_flops(one, costs, np.array([1])) == layers + head
+    layer = 2 * kernels + 4 * 32
+    assert model_flops(one, costs, np.array([1])) == layer + head
     # A second response to the same prompt of two tokens: its first token sees three, itself included.
     two = case("--prompts", "1", "--n", "2", "--prompt-length", "2")
     single, both = (model_flops(two, costs, np.array(drawn)) for drawn in ([2], [2, 2]))
-    assert single and both and both - single == 2 * (2 * kernels + 4 * 3 * 32) + 2 * head
+    assert single and both and both - single == 2 * kernels + 4 * 3 * 32 + 2 * head
 
 
 @pytest.mark.parametrize(
@@ -166,7 +179,7 @@ def test_a_bound(at_most: bool, fine: list[bool]) -> None:
 
 def test_programs_that_rows_share_run_once_and_together() -> None:
     third, fourth = Program("ours", "x", "c"), Program("ours", "x", "d")
-    pairs = [(THEIRS, OURS), (third, fourth), (THEIRS, third), (OURS,)]
-    rows = [Row("name", "work", "peer", 1, *map(Figure, pair)) for pair in pairs]
+    pairs = [(THEIRS, OURS), (third, fourth), (THEIRS, third), (OURS, OURS)]
+    rows = [Row("name", "work", "peer", 1, Figure(top), Figure(bottom)) for top, bottom in pairs]
     assert peers.groups(rows[:2]) == [[THEIRS, OURS], [third, fourth]]
     assert peers.groups(rows) == [[THEIRS, OURS, third, fourth]]

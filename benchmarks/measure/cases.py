@@ -132,7 +132,7 @@ def costs_of(config: Config, folder: Path) -> Costs | None:
 
 def random_tokens(job: Job, *shape: int) -> np.ndarray:
     """int32 of that shape, none of which is token 0."""
-    rng = np.random.default_rng(job.case.seed)
+    rng = np.random.default_rng([job.case.seed, *shape])
     return rng.integers(1, job.program.actor_model.vocab_size, shape).astype(np.int32)
 
 
@@ -172,15 +172,18 @@ def random_batch(job: Job, response_lengths: np.ndarray) -> Batch:
 
 
 def scored_batch(job: Job, response_lengths: np.ndarray) -> Batch:
-    """The same with the evidence of reward and adv: half of the responses to a prompt are right."""
-    batch = random_batch(job, response_lengths)
+    """The same with the evidence of every phase before the update: half of the responses to a prompt are right, and
+    old policy and reference are the policy that sampled."""
+    batch, program = random_batch(job, response_lengths), job.program
 
     def evidence(batch: Batch, scores: Array, kl_coef: Array) -> Batch:
+        sampled = batch.rollout_log_probs
         batch = write_scores(batch, scores, scores[:, 0] >= 0, weights=(1.0,))
-        return job.program.adv(batch, kl_coef)[0]
+        if program.old_log_prob:
+            batch = batch.write("old_log_prob", old_log_probs=sampled)
+        if program.ref:
+            batch = batch.write("ref", ref_log_prob=sampled)
+        return program.adv(batch, kl_coef)[0]
 
     scores = (np.arange(batch.num_rows) % 2).astype(np.float32)[:, None]
-    made = jax.jit(evidence)(batch, scores, np.float32(0))
-    if job.program.old_log_prob is None:
-        return made
-    return made.replace(old_log_probs=batch.rollout_log_probs)
+    return jax.jit(evidence)(batch, scores, np.float32(0))

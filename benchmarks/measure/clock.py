@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import resource
 import statistics
 import sys
@@ -31,6 +32,11 @@ def matmul_peak(dtype: str = "float32") -> float:
     a, b = (jax.random.normal(key, (PEAK_SIZE, PEAK_SIZE), dtype) for key in jax.random.split(jax.random.key(0)))
     product = jax.jit(jnp.matmul)
     return 2 * PEAK_SIZE**3 / min(repeated(lambda: product(a, b).block_until_ready(), PEAK_REPEATS))
+
+
+def cores() -> int:
+    """That this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def rss_mb() -> float:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import statistics
 import sys
 import time
@@ -13,7 +12,7 @@ import jax
 import numpy as np
 
 from benchmarks.measure.cases import Case, Costs
-from benchmarks.measure.clock import matmul_peak, rss_mb, timing
+from benchmarks.measure.clock import cores, matmul_peak, rss_mb, timing
 from jaxrl_llm.compiled import Compiled
 from jaxrl_llm.costs import Mesh, forward_flops, head_flops
 
@@ -74,4 +73,4 @@ def found(
         speed = flops / statistics.median(seconds)
         line |= {"gflop": round(flops / 1e9, 3), "gflop_per_s": round(speed / 1e9, 1)}
         line |= {"of_peak": round(speed / peak, 3)}
-    return line | {"cores": len(os.sched_getaffinity(0)), "jax": jax.__version__, "python": sys.version.split()[0]}
+    return line | {"cores": cores(), "jax": jax.__version__, "python": sys.version.split()[0]}

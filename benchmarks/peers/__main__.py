@@ -1,6 +1,6 @@
 """Compares speed with other systems, on two CPU cores, and with what is wanted of it. Prints a table, or JSON lines.
 
-    python -m benchmarks.peers                     # all of it: an hour or so, and 7 GB for the peers' environments
+    python -m benchmarks.peers                     # all of it: an hour or so, and 3 GB or more for the environments
     python -m benchmarks.peers --only sample top-p --repeats 3
     python -m benchmarks.peers --only smollm2-iteration --model models/smollm2-135m --json
 
