@@ -64,6 +64,9 @@ def _model() -> dict:
         # What the backward pass computes again instead of storing. none: nothing, most memory.
         # dots: all but matrix products. full: whole layers, least memory.
         "remat": "none",
+        # For long rows. True: between a layer's products, and in what a backward pass keeps of it, each of the
+        # mesh.tensor devices has a share of every row's tokens. False: it has all of them.
+        "sequence_parallel": False,
         "logprob_chunk": 1024,  # tokens per device whose logits exist at a time when log-probs are computed
     }
 

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxrl_llm.sharding import Layout, abstract_like
-from jaxrl_llm.steps.phases import Program, cascade, gen, train_sampling
+from jaxrl_llm.steps.phases import Program, cascade, gen, train_sampling, with_whole_tables
 from jaxrl_llm.steps.reward import JaxReward, write_scores
 from jaxrl_llm.steps.rollout import StopRules, as_batch, begin, decode, observe
 from jaxrl_llm.steps.sampling import Sampling
@@ -328,13 +328,14 @@ def _compile_turns(
     turn = partial(decode, model, sampling=sampling, cascade=shapes)
 
     def first(view: Params, prompts: Prompts, stops: StopRules, step: Array) -> tuple[Cache, DecodeState]:
-        width = rollout.response_length
+        view, width = with_whole_tables(model, layout, view), rollout.response_length
         cache, state = begin(model, view, prompts, key_of(step), n=n, width=width, cascade=shapes)
         return turn(view, cache, layout.constrain_rows(state), stops=stops, first_turn=True)
 
     def following(
         view: Params, cache: Any, state: DecodeState, tokens: Array, mask: Array, stops: StopRules
     ) -> tuple[Cache, DecodeState]:
+        view = with_whole_tables(model, layout, view)
         return turn(view, *observe(model, view, cache, state, tokens, mask), stops=stops)
 
     def finish(prompts: Prompts, state: DecodeState, truncated: Array) -> Batch:

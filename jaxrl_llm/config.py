@@ -52,6 +52,7 @@ class Model:
     quantize_base: Literal["none", "int8"]
     scan_layers: bool
     remat: Literal["none", "dots", "full"]
+    sequence_parallel: bool
     logprob_chunk: Positive
 
 

@@ -194,41 +194,48 @@ class Lines:
         return cls(at_once, lines * (r.prompt_length + group * own), pairs, repeats * rows // at_once)
 
 
-def passing_bytes(job: Job, mesh: Mesh, lines: Lines, head: bool = True) -> float:
-    """What a forward pass that nobody differentiates holds at its highest: c · tokens · D, and the larger of a layer,
-    c · tokens · (2 D + max(H + 2 KV, 2 F) / t) and 4 + c bytes for each of heads/t · pairs beside two gathered layers,
-    and of a chunk of logits, two float32 arrays of V/t a token, beside the gathered table."""
+def stream_parts(job: Job, mesh: Mesh) -> int:
+    """Into how many parts the tokens of the residual stream are cut in scoring and updates, so that D' = D / parts."""
+    return mesh.tensor if job.config.model.sequence_parallel else 1
+
+
+def passing_bytes(job: Job, mesh: Mesh, lines: Lines, *, head: bool, parts: int) -> float:
+    """What a forward pass that nobody differentiates holds at its highest: the larger of c · tokens · D / parts and a
+    layer, c · tokens · (2 D + max(H + 2 KV, 2 F) / t) and 4 + c bytes for each of heads/t · pairs beside two gathered
+    layers, and of c · tokens · D and a chunk of logits, two float32 arrays of V/t a token, beside the gathered table.
+    """
     s, c, t = job.shape, job.compute_bytes, mesh.tensor
-    heads, kv = s.num_heads * s.head_dim, s.num_kv_heads * s.head_dim
-    layer = c * lines.tokens * (2 * s.width + max(heads + 2 * kv, 2 * mlp_width(s)) / t)
+    heads, kv, hidden = s.num_heads * s.head_dim, s.num_kv_heads * s.head_dim, c * lines.tokens * s.width
+    layer = hidden / parts + 2 * hidden + c * lines.tokens * max(heads + 2 * kv, 2 * mlp_width(s)) / t
     layer += 0.5 * sum(expert_activations(job, mesh, lines.tokens))
     layer += (4 + c) * lines.pairs * s.num_heads / t
-    chunk = 8.0 * head * logits_chunk(job, mesh, lines)[1] * s.vocab_size / t
+    chunk = hidden + 8.0 * head * logits_chunk(job, mesh, lines)[1] * s.vocab_size / t
     if mesh.fsdp > 1:
         dense = layer_bytes(job, mesh, c) - expert_bytes(job, mesh, c)  # experts are counted already
         layer, chunk = layer + 2 * dense, chunk + table_bytes(job, mesh, c)
-    return c * lines.tokens * s.width + max(layer, chunk)
+    return max(layer, chunk)
 
 
 def activation_bytes(job: Job, mesh: Mesh, lines: Lines) -> float:
     """What a backward pass over `lines` holds at its highest, beside parameters and gradients.
 
-    Kept of each layer, with A = (H + KV + F) / t: remat `none` c · tokens · (2 D + 2.5 A) and 12 + c bytes for each of
-    heads/t · pairs; `dots` c · tokens · (3 D + (H + 2 KV + 2 F) / t), the products that are no attention; `full`
-    c · tokens · D. Beside that one layer on its way back: c · tokens · (4 D + 3 A), 12 + c bytes for each of
-    heads/t · pairs. And a chunk of logits, three float32 arrays of V/t a token; three tables (a tied head turned
-    around, the head's gradient and a chunk's share in it); where fsdp gathers, two layers more. The factors are those
-    that the CPU's compiler was measured to come to.
+    Kept of each layer, with A = (H + KV + F) / t: remat `none` c · tokens · (2 D' + 2.5 A) and 12 + c bytes for each of
+    heads/t · pairs; `dots` c · tokens · (2 D' + D + (H + 2 KV + 2 F) / t), the products that are no attention; `full`
+    c · tokens · D'. Beside that one layer on its way back, c · tokens · (4 D' + 3 A) and 12 + c bytes for each of
+    heads/t · pairs, or the head's hidden states and their gradient, (4 + c) · tokens · D. And a chunk of logits, three
+    float32 arrays of V/t a token; three tables (a tied head turned around, the head's gradient and a chunk's share in
+    it); where fsdp gathers, two layers more. The factors are those that the CPU's compiler was measured to come to.
     """
     s, c, t = job.shape, job.compute_bytes, mesh.tensor
     heads, kv = s.num_heads * s.head_dim, s.num_kv_heads * s.head_dim
+    d = s.width / stream_parts(job, mesh)
     across, scores = (heads + kv + mlp_width(s)) / t, (12 + c) * lines.pairs * s.num_heads / t
     kept = {
-        "none": c * lines.tokens * (2 * s.width + 2.5 * across) + scores,
-        "dots": c * lines.tokens * (3 * s.width + (heads + 2 * kv + 2 * mlp_width(s)) / t),
-        "full": c * lines.tokens * s.width,
+        "none": c * lines.tokens * (2 * d + 2.5 * across) + scores,
+        "dots": c * lines.tokens * (2 * d + s.width + (heads + 2 * kv + 2 * mlp_width(s)) / t),
+        "full": c * lines.tokens * d,
     }[job.config.model.remat]
-    layer = c * lines.tokens * (4 * s.width + 3 * across) + scores
+    layer = max(c * lines.tokens * (4 * d + 3 * across) + scores, (4 + c) * lines.tokens * s.width)
     own, gathered_experts = expert_activations(job, mesh, lines.tokens)
     layer += 1.5 * (own + gathered_experts)
     kept += own if job.config.model.remat == "none" else 0

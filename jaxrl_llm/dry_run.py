@@ -19,6 +19,7 @@ from jaxrl_llm.collect import open_rewards, try_out
 from jaxrl_llm.compiled import AnySampler, Compiled, CompiledStep, CompiledTurns, compile_sampler, compile_step
 from jaxrl_llm.config import Config, need_base
 from jaxrl_llm.evaluation import sampling_ways
+from jaxrl_llm.input_notes import mesh_notices
 from jaxrl_llm.loading import Inputs, abstract_state, build_program, load_inputs, make_layout
 from jaxrl_llm.order import epoch_steps
 from jaxrl_llm.reward_scorer import make_scorer
@@ -151,6 +152,8 @@ def dry_run(config: Config, report: Report) -> DryRun:
         epochs = epoch_steps(len(inputs.train), count, config.trainer.epochs)
         program = build_program(config, inputs, layout, epochs if config.trainer.epochs else config.trainer.steps)
         try_out(inputs)
+        for notice in mesh_notices(program):
+            report(f"notice: {notice}")
         state = whole_state(program)
         prompts = _rows_like(layout, inputs.train.batch(0, count).prompts)
         rewards = {"weights": tuple(inputs.rewards.weights.tolist()), "jax_rewards": inputs.rewards.jax_functions}

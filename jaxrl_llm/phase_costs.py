@@ -26,6 +26,7 @@ from jaxrl_llm.costs import (
     recomputed_flops,
     router_bytes,
     state_bytes,
+    stream_parts,
     table_bytes,
     view_bytes,
 )
@@ -127,6 +128,16 @@ def _expert_backward(job: Job, mesh: Mesh, tokens: int, times: int) -> list[Exch
     ]
 
 
+def _stream(job: Job, mesh: Mesh, tokens: int, times: int, what: str) -> list[Exchange]:
+    """With `model.sequence_parallel` what products take is gathered, tokens · D (and what fills the last device's
+    share). Their sums are `_forward_exchanges`' still: the CPU's compiler adds them up whole and takes a share, others
+    scatter them, and sum and gather then send what the sum alone sends without."""
+    if not job.config.model.sequence_parallel:
+        return []
+    size = tokens * job.shape.width * job.compute_bytes
+    return [Exchange("all-gather", "tensor", size, times, what)]
+
+
 def _present(exchanges: list[Exchange], mesh: Mesh) -> tuple[Exchange, ...]:
     """Those that exchange something, along the axes that have several devices."""
     named = [
@@ -162,13 +173,12 @@ def prefill(job: Job, mesh: Mesh) -> Work:
     each = _sampling_exchanges(job, mesh, tokens // r.parts, r.parts)
     if not r.gather_params:
         table = table_bytes(job, mesh, job.compute_bytes)
-        # Of the table that is looked up in here and in decoding, and the head; one less where layers are unrolled.
-        each.append(Exchange("all-gather", "fsdp", table, (2 + job.config.model.scan_layers) * r.parts, "tables"))
+        each.append(Exchange("all-gather", "fsdp", table, (1 if s.tie_embeddings else 2) * r.parts, "tables"))
     weights = held_bytes(job.whole, mesh, job.compute_bytes, gathered=True)
     traffic = r.parts * weights + 10.0 * tokens * s.width * job.compute_bytes * s.num_layers
     flops = forward_flops(job, mesh, tokens, tokens * r.prompt_length)
     lines = Lines(prompts // r.parts, tokens // r.parts, tokens // r.parts * r.prompt_length, r.parts)
-    temp = 2 * cache_bytes(job, mesh)[0] + passing_bytes(job, mesh, lines, head=False)
+    temp = 2 * cache_bytes(job, mesh)[0] + passing_bytes(job, mesh, lines, head=False, parts=1)
     return Work(flops, traffic, _present(each, mesh), temp)
 
 
@@ -209,12 +219,13 @@ def scoring(job: Job, mesh: Mesh, lines: Lines, head: bool) -> Work:
     chunks, at_once = logits_chunk(job, mesh, lines)
     flops = forward_flops(job, mesh, lines.tokens, lines.pairs) + head * head_flops(job, mesh, at_once * chunks)
     each = _forward_exchanges(job, mesh, lines.tokens, lines.passes)
+    each += _stream(job, mesh, lines.tokens, (2 * s.num_layers + 1) * lines.passes, "residual stream")
     tables = 1 + (head and not (s.tie_embeddings and chunks == 1))
     each.append(Exchange("all-gather", "fsdp", table_bytes(job, mesh, c), tables, "tables"))
     if head:
         each.append(_numbers(lines, width))
     weights = held_bytes(job.whole, mesh, c, gathered=True)
-    temp = passing_bytes(job, mesh, lines, head)
+    temp = passing_bytes(job, mesh, lines, head=head, parts=stream_parts(job, mesh))
     traffic = lines.passes * (weights + 20.0 * lines.tokens * s.width * c * s.num_layers)
     return Work(lines.passes * flops, traffic, _present(each, mesh), temp)
 
@@ -262,6 +273,10 @@ def update(job: Job, mesh: Mesh, critic: bool) -> Work:
     if grouped:
         each += _expert_backward(job, mesh, lines.tokens, layers * passes)
     each += [Exchange("all-gather", "fsdp", kernels, layers * passes, "kernels, backward"), backward]
+    each += _stream(job, mesh, lines.tokens, (2 * layers + 1) * passes, "residual stream")
+    each += _stream(job, mesh, lines.tokens, (2 * layers + 1) * passes, "its gradient")
+    if config.model.remat != "none":
+        each += _stream(job, mesh, lines.tokens, 2 * layers * passes, "residual stream, recomputed")
     each.append(Exchange("all-gather", "fsdp", table, updates, "table"))
     if not frozen:
         cut = kernels - (expert_bytes(job, mesh, c) + router_bytes(job, c) if grouped else 0)

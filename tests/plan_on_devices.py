@@ -57,6 +57,8 @@ CASES: dict[str, tuple[TransformerConfig, dict[str, Any], str]] = {
     ),
     "fsdp": (SHAPE, GRPO | {"model__remat": "full"}, "fsdp"),
     "tensor": (UNTIED, GRPO, "tensor"),
+    # Lines of 46 tokens, which four devices do not divide.
+    "length": (SHAPE, GRPO | {"model__remat": "full", "model__sequence_parallel": True}, "tensor"),
     "ppo": (SHAPE, PPO | {"model__remat": "dots"}, "all"),
     "micro": (UNTIED, MICRO, "all"),
     "experts": (EXPERTS, PPO | {"model__remat": "dots"}, "all"),
@@ -80,7 +82,8 @@ def case(name: str) -> tuple[Config, TransformerConfig, dict[str, int]]:
 
 
 def measure(config: Config, shape: TransformerConfig, mesh: dict[str, int]) -> Measured:
-    layout = Layout(make_mesh(data=mesh["data"], fsdp=mesh["fsdp"], tensor=mesh["tensor"]))
+    devices = make_mesh(data=mesh["data"], fsdp=mesh["fsdp"], tensor=mesh["tensor"])
+    layout = Layout(devices, sequence_parallel=config.model.sequence_parallel)
     model = partial(make_transformer, shape, constrain=layout.constrain, remat=config.model.remat)
     critic = model(value_head=True) if need_critic(config) else None
     program = make_program(config, model(), critic, layout=layout)

@@ -99,13 +99,14 @@ ALLOWED: dict[str, set[str]] = {
     "memory": {"compiled", "config", "run_mark"},
     "health": {"config", "rewards", "types"},
     "resume": HOST | {"curriculum", "loading", "peers", "steps"},
-    "input_notes": HOST | {"loading", "models", "steps"},
+    "input_notes": HOST | {"costs", "loading", "models", "steps"},
     "trainer": HOST
     | {"models", "steps", "loading", "compiled", "collect", "curriculum", "evaluation"}
     | {"guard", "health", "input_notes", "memory", "resume", "run_mark"}
     | {"peers", "reward_scorer", "samplers", "samples", "timers"},
     "hlo": set(),
-    "dry_run": HOST | {"models", "steps", "loading", "compiled", "collect", "evaluation", "hlo", "reward_scorer"},
+    "dry_run": HOST
+    | {"models", "steps", "loading", "compiled", "collect", "evaluation", "hlo", "input_notes", "reward_scorer"},
     "costs": CONFIG | {"models", "sharding", "steps", "types"},
     "phase_costs": CONFIG | {"costs", "hlo", "steps"},
     "chips": BASE,

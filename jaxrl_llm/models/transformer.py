@@ -7,6 +7,7 @@ tree per layer (`unstack_layers`), which it unrolls.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -36,6 +37,24 @@ Constrain = Callable[[Array, tuple[str | None, ...]], Array]
 def _keep(x: Array, axes: tuple[str | None, ...]) -> Array:
     del axes
     return x
+
+
+@dataclasses.dataclass(frozen=True)
+class _Stream:
+    """The residual stream [B, T, D], whose tokens may be cut over a mesh (see sharding.py), and the ways between it and
+    products, which take and give whole rows. Each way states both of its ends: gradients go it backwards."""
+
+    constrain: Constrain
+    cut: bool
+
+    def keep(self, x: Array) -> Array:
+        return self.constrain(x, ("batch", "length" if self.cut else None, None))
+
+    def gather(self, x: Array) -> Array:
+        return self.constrain(self.keep(x), ("batch", None, None))
+
+    def scatter(self, x: Array) -> Array:
+        return self.keep(self.constrain(x, ("batch", None, None)))
 
 
 def make_transformer(
@@ -102,13 +121,17 @@ def _forward(
 ) -> tuple[Array, KVCache | None]:
     chex.assert_rank(tokens, 2)
     chex.assert_equal_shape([tokens, positions, segment_ids])
+    # Small and wanted everywhere: not to be cut as the activations are that come of it.
+    tokens, positions, segment_ids = (constrain(x, ("batch", None)) for x in (tokens, positions, segment_ids))
+    # With a cache nothing is kept for a backward pass, and while sampling there is one token to a row.
+    stream = _Stream(constrain, cut=cache is None)
     # Looked up in whole rows: cut along `embed`, every device would look up a part of every row's tokens.
     table = constrain(params["embed"], ("vocab", None))
-    x = constrain(table[tokens].astype(compute_dtype), ("batch", None, None))
+    x = stream.scatter(table[tokens].astype(compute_dtype))
     if config.embed_scale != 1:
         x = x * jnp.asarray(config.embed_scale, compute_dtype)  # rounded to it, as the models were trained
     rope = rope_tables(config.ropes, config.head_dim, positions, jnp.promote_types(compute_dtype, jnp.float32))
-    block = partial(_block, config, constrain, rope)
+    block = partial(_block, config, stream, rope)
     layers = params["layers"]
     kinds = layer_kinds(config)
     if not isinstance(layers, tuple):
@@ -117,12 +140,12 @@ def _forward(
         x = _run_layers(block, layers, kinds, x, (positions, segment_ids, prefix_ids), blocks, remat)
     else:
         x, cache = _run_cached(block, layers, kinds, x, (positions, segment_ids), cache)
-    return _rms_norm(config, x, params["final_norm"]), cache
+    return stream.gather(_rms_norm(config, x, params["final_norm"])), cache
 
 
 def _block(
     config: TransformerConfig,
-    constrain: Constrain,
+    stream: _Stream,
     rope: tuple[Array, Array],
     layer: Params,
     kind: LayerKind,
@@ -145,21 +168,22 @@ def _block(
         x = x.reshape(batch, length, count, config.head_dim)
         return norm(x, f"{name}_norm") if config.qk_norm == "head" else x
 
-    normed = norm(x, "attn_norm")
+    normed = stream.gather(norm(x, "attn_norm"))
     q, k = (rotate(heads(*of), cos, sin) for of in (("q", config.num_heads), ("k", config.num_kv_heads)))
     scale = config.head_dim**-0.5 if config.attention_scale is None else config.attention_scale
     how = {"scale": scale, "window": kind.window, "softcap": config.attention_softcap}
     mixed, carried = attention(q, k, heads("v", config.num_kv_heads), **how)
-    x = x + norm(dense(mixed.reshape(batch, length, -1), layer["o"]), "attn_post_norm")
-    normed = norm(x, "mlp_norm")
+    mixed = stream.scatter(dense(mixed.reshape(batch, length, -1), layer["o"]))
+    x = x + norm(mixed, "attn_post_norm")
+    normed = stream.gather(norm(x, "mlp_norm"))
     activation = ACTIVATIONS[config.activation]
     if config.moe is None:
         gate = activation(dense(normed, layer["gate"]))
         mixed = dense(gate * dense(normed, layer["up"]), layer["down"])
     else:
-        mixed = moe(config.moe, activation, constrain, layer["experts"], normed, dense(normed, layer["router"]))
-    x = x + norm(mixed, "mlp_post_norm")
-    return constrain(x, ("batch", None, None)), carried
+        mixed = moe(config.moe, activation, stream.constrain, layer["experts"], normed, dense(normed, layer["router"]))
+    x = x + norm(stream.scatter(mixed), "mlp_post_norm")
+    return stream.keep(x), carried
 
 
 def _run_layers(

@@ -195,6 +195,12 @@ def cascade(config: Config, layout: Layout) -> Cascade:
     return Cascade(width=c.width, halvings=c.halvings, min_rows=c.min_rows, shards=layout.batch_shards)
 
 
+def with_whole_tables(actor: Model, layout: Layout, view: Params) -> Params:
+    """The sampler's view with what has an axis of the vocabulary whole over fsdp: the prompts' lookup, each token's and
+    the head then share one copy, which compilers otherwise may or may not find out by themselves."""
+    return layout.undo_fsdp(view, actor.declare(), only="vocab")
+
+
 def gen(
     actor: Model,
     layout: Layout,
@@ -209,6 +215,7 @@ def gen(
     cascade: Cascade,
 ) -> Batch:
     """The rollout, its rows spread over the mesh."""
+    view = with_whole_tables(actor, layout, view)
     batch = rollout(actor, view, prompts, key, n=n, width=width, sampling=sampling, stops=stops, cascade=cascade)
     return layout.constrain_rows(batch)
 
