@@ -259,6 +259,7 @@ class Trainer:
     export: bool
     max_skipped_updates: Positive
     phase_timeout: NotNegative
+    compilation_cache: str
     rollout_dump: bool
     sample_interval: Count
     samples_to_show: Count
@@ -382,6 +383,7 @@ RESUMABLE = (
     "trainer.keep_best",
     "trainer.best_metric",
     "trainer.phase_timeout",
+    "trainer.compilation_cache",
     "trainer.export",
     "trainer.rollout_dump",
     "trainer.sample_interval",

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -16,6 +16,7 @@ import numpy as np
 
 from jaxrl_llm import hlo
 from jaxrl_llm.collect import open_rewards, try_out
+from jaxrl_llm.compile_log import Report
 from jaxrl_llm.compiled import AnySampler, Compiled, CompiledStep, CompiledTurns, compile_sampler, compile_step
 from jaxrl_llm.config import Config, need_base
 from jaxrl_llm.evaluation import sampling_ways
@@ -28,7 +29,6 @@ from jaxrl_llm.steps.training import declare_frozen
 from jaxrl_llm.types import KVCache, Prompts, RunState
 from jaxrl_llm.writers import check_loggers
 
-Report = Callable[[str], None]
 GB = 1e9
 
 

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from jaxrl_llm.command_line import join_peers, make_parser, parse_args
+from jaxrl_llm.command_line import join_peers, keep_programs, make_parser, parse_args
 from jaxrl_llm.errors import exit_code, leave
 from jaxrl_llm.guard import run_guarded
 
@@ -25,6 +25,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
         config, args = parse_args(parser, sys.argv[1:] if argv is None else argv)
         speaks = join_peers(args)
+        keep_programs(config.trainer.compilation_cache, writes=speaks)
         if args.dry_run:
             from jaxrl_llm.dry_run import dry_run
 

@@ -20,11 +20,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxrl_llm.collect import Collector, open_rewards, try_out
-from jaxrl_llm.compiled import Compiled, CompiledTraining, compile_step
+from jaxrl_llm.compile_log import CompileLog, Report
+from jaxrl_llm.compiled import Compiled, CompiledTraining, compile_step, step_programs
 from jaxrl_llm.config import Config
 from jaxrl_llm.data import PromptBatch
 from jaxrl_llm.errors import OutOfMemory, RunAborted, StorageError, TryAgain, UserError, is_out_of_memory
-from jaxrl_llm.evaluation import Evaluators, make_evaluators
+from jaxrl_llm.evaluation import Evaluators, evaluation_programs, make_evaluators
 from jaxrl_llm.guard import Guard
 from jaxrl_llm.health import why_stop
 from jaxrl_llm.input_notes import input_notes
@@ -138,9 +139,10 @@ class Run:
         self._note_inputs()
         self._tell_of_checkpoints()
         if self.step < self.total_steps:
-            if self._scorer:
-                self._scorer.compile(self._note)
-            self._compile()
+            with CompileLog(self._busy, self._note, expected=self._programs()) as report:
+                if self._scorer:
+                    self._scorer.compile(report)
+                self._compile(report)
         else:
             self._note(f"nothing is left to do: step {self.step} of {self.total_steps} is done (trainer.steps)")
 
@@ -357,12 +359,17 @@ class Run:
         while self._keeper.notes:
             self._note(self._keeper.notes.pop(0))
 
-    def _compile(self) -> None:
+    def _programs(self) -> int:
+        """How many programs will be compiled."""
+        evaluation = evaluation_programs(self.config) if self._inputs.held_out else 0
+        return step_programs(self._program) + evaluation + (self._scorer is not None)
+
+    def _compile(self, report: Report) -> None:
         self._note("compiling the phases (once, before the first step)")
         program, inputs, layout = self._program, self._inputs, self._layout
         prompts = layout.put_rows(self._data.batch(self._cursor, self.config.data.train_batch_size).prompts)
         rewards = {"weights": tuple(inputs.rewards.weights.tolist()), "jax_rewards": inputs.rewards.jax_functions}
-        self._phases = compile_step(program, self._state, abstract_like(prompts), **rewards, report=self._note)
+        self._phases = compile_step(program, self._state, abstract_like(prompts), **rewards, report=report)
         sampler, config = partial(make_sampler, self.config, inputs, layout, program.stops), self.config
         self._collect = Collector(
             config,
@@ -375,13 +382,13 @@ class Run:
             vocab_size=program.actor_model.vocab_size,
             timers=self._timers,
         )
-        self._evaluator = self._compile_evaluator(self._phases.update_weights)
+        self._evaluator = self._compile_evaluator(self._phases.update_weights, report)
 
-    def _compile_evaluator(self, update_weights: Compiled) -> Evaluators | None:
+    def _compile_evaluator(self, update_weights: Compiled, report: Report) -> Evaluators | None:
         self._update_weights = update_weights
         if self._inputs.held_out is None:
             return None
-        return make_evaluators(self._program, self._inputs, update_weights.out, report=self._note)
+        return make_evaluators(self._program, self._inputs, update_weights.out, report=report)
 
     # After a step
 
@@ -429,6 +436,11 @@ class Run:
         if self._writer and metrics:
             with self._guard.watchdog.phase("write"):
                 self._writer.step(step, metrics)
+
+    def _busy(self, text: str) -> None:
+        self._guard.watchdog.alive()
+        if self._writer:
+            self._writer.busy(text)
 
     def _note(self, text: str) -> None:
         self._guard.watchdog.alive()  # to compile every program may take long, to compile one may not

@@ -67,6 +67,7 @@ def start(tmp_path: Path, *arguments: str, **environment: str) -> subprocess.Pop
     given = {
         **os.environ,
         "TMPDIR": str(scratch),
+        "JAX_ENABLE_COMPILATION_CACHE": "true",
         "JAX_COMPILATION_CACHE_DIR": str(tiny_folder.session_folder() / "killed"),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
