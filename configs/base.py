@@ -318,6 +318,10 @@ def _trainer() -> dict:
         # (JAX_COMPILATION_CACHE_DIR), else jaxrl_llm/programs in the user's cache folder (~/.cache), 2 GiB at most.
         # "": none. In a notebook jax's own settings count.
         "compilation_cache": "auto",
+        # TFLOP/s that one device could do at most, which perf/mfu/… is a share of. -1: the data sheet's (bfloat16) of
+        # the chips that jaxrl_llm/chips.py knows; of others, CPUs too, measured once by a product of matrices. 0: no
+        # such metrics.
+        "device_tflops": -1.0,
         "rollout_dump": False,  # write every response of every step to rollouts/STEP.jsonl
         "sample_interval": 10,  # steps between tables of sample responses; 0: none
         "samples_to_show": 3,  # responses in such a table

@@ -19,6 +19,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxrl_llm.accounting import Accounts
 from jaxrl_llm.compile_log import Report
 from jaxrl_llm.compiled import Compiled
 from jaxrl_llm.config import Config, check_devices
@@ -237,6 +238,9 @@ class RewardModelRun(SupervisedRun):
         self._pairs.exchanges.check("config.data.chat_template")
         program = make_program(config, model, layout=self._layout, total_steps=self.total_steps)
         return dataclasses.replace(program, actor=training, ref=None)
+
+    def _make_accounts(self) -> Accounts:
+        return Accounts.of(self._program.config, self._inputs.folder, scores=True)
 
     def _batch(self, given: PromptBatch) -> Batch:
         return self._pairs.batch(given)

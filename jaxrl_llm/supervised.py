@@ -15,6 +15,7 @@ from jaxrl_llm.data import PromptBatch
 from jaxrl_llm.errors import exit_code
 from jaxrl_llm.evaluation import Evaluators, evaluation_programs
 from jaxrl_llm.guard import run_guarded
+from jaxrl_llm.lengths import Lengths
 from jaxrl_llm.loading import Inputs
 from jaxrl_llm.sharding import abstract_like
 from jaxrl_llm.steps.step import ACTOR
@@ -78,7 +79,7 @@ class SupervisedRun(Run):
             "perf/response_tokens": float(response_tokens),
             "perf/total_num_tokens": float(prompt_tokens + response_tokens),
         }
-        return Stepped(metrics, batch, given, [], None)
+        return Stepped(metrics, batch, given, [], None, Lengths.of(host))
 
 
 def command(name: str, about: str, start: Callable[..., Run], argv: Sequence[str] | None) -> int:

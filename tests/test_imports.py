@@ -86,23 +86,29 @@ ALLOWED: dict[str, set[str]] = {
     "steps": CONFIG | {"types", "models", "metrics", "sharding"},
     "roles": BASE | {"models", "tokenizer"},
     "loading": HOST | {"models", "roles", "steps"},
+    "accounting": CONFIG | {"costs", "lengths", "models"},
+    "lengths": set(),
+    "peaks": {"chips", "run_files"},
     "compilation_cache": set(),
     "compile_log": set(),
     "compiled": HOST | {"compile_log", "models", "steps"},
     "samplers": HOST | {"models", "steps", "compiled", "loading"},
-    "collect": HOST | {"peers", "steps", "compiled", "curriculum", "environments", "loading", "samplers", "timers"},
+    "collect": HOST
+    | {"lengths", "peers", "steps", "compiled", "curriculum", "environments", "loading", "samplers", "timers"},
     "evaluation": HOST | {"models", "steps", "compile_log", "compiled", "loading", "collect", "samplers"},
     "reward_scorer": HOST | {"models", "steps", "compile_log", "compiled", "exchanges", "loading"},
     "signals": BASE,
     "watchdog": BASE,
     "guard": {"config", "signals", "watchdog"},
-    "timers": {"metrics", "steps", "watchdog"},
+    "profiling": BASE,
+    "timers": {"metrics", "profiling", "steps", "watchdog"},
     "memory": {"compiled", "config"},
     "health": {"config", "rewards", "types"},
     "resume": HOST | {"curriculum", "loading", "peers", "steps"},
     "input_notes": HOST | {"loading", "models", "steps"},
     "trainer": HOST
     | {"models", "steps", "loading", "compile_log", "compiled", "collect", "curriculum", "evaluation"}
+    | {"accounting", "lengths", "peaks", "profiling"}
     | {"guard", "health", "input_notes", "memory", "resume"}
     | {"peers", "reward_scorer", "samplers", "samples", "timers"},
     "hlo": set(),
@@ -112,37 +118,18 @@ ALLOWED: dict[str, set[str]] = {
     "phase_costs": CONFIG | {"costs", "hlo", "steps"},
     "chips": BASE,
     "plan": CONFIG | {"chips", "command_line", "costs", "models", "phase_costs"},
-    "train": {"command_line", "dry_run", "errors", "guard", "trainer"},
+    "train": {"command_line", "dry_run", "errors", "guard", "profiling", "trainer"},
     "evaluate": HOST
     | {"command_line", "models", "steps", "loading", "collect", "compile_log", "compiled", "evaluation"}
     | {"reward_model", "reward_scorer", "run_files"},
     "fetch": BASE | {"models"},
     "supervised": HOST
-    | {
-        "command_line",
-        "compile_log",
-        "compiled",
-        "evaluation",
-        "guard",
-        "loading",
-        "models",
-        "steps",
-        "timers",
-        "trainer",
-    },
+    | {"command_line", "compile_log", "compiled", "evaluation", "guard", "lengths"}
+    | {"loading", "models", "steps", "timers", "trainer"},
     "sft": HOST | {"command_line", "exchanges", "models", "steps", "supervised"},
     "reward_model": HOST
-    | {
-        "command_line",
-        "models",
-        "steps",
-        "compile_log",
-        "compiled",
-        "evaluation",
-        "exchanges",
-        "loading",
-        "supervised",
-    },
+    | {"accounting", "command_line", "compile_log", "compiled", "evaluation", "exchanges"}
+    | {"loading", "models", "steps", "supervised"},
     "export": {"command_line", "errors", "loading", "models"},
     "quickstart": BASE | {"models"},
     "__main__": set(),
