@@ -83,7 +83,9 @@ class Accounts:
             flops = None
             if job:
                 with_head = phase == "update_actor" and not self.scores
-                flops = role.epochs * _update(job, lengths, head=with_head, critic=job is critic, whole=self.scores)
+                flops = role.epochs * _update(
+                    job, lengths, head=with_head, critic=phase == "update_critic", whole=self.scores
+                )
             slots = role.epochs * self._slots(lengths, role.micro_batch_size)
             found[phase] = Counted(flops, role.epochs * passed, slots)
         if generated:
