@@ -11,7 +11,7 @@ from typing import Self
 
 import jax
 
-Tell = Callable[[str], None]
+Tell = Callable[[str], object]
 
 
 @dataclasses.dataclass(frozen=True)
