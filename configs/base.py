@@ -64,6 +64,9 @@ def _model() -> dict:
         # What the backward pass computes again instead of storing. none: nothing, most memory.
         # dots: all but matrix products. full: whole layers, least memory.
         "remat": "none",
+        # For long rows. True: between a layer's products, and in what a backward pass keeps of it, each of the
+        # mesh.tensor devices has a share of every row's tokens. False: it has all of them.
+        "sequence_parallel": False,
         "logprob_chunk": 1024,  # tokens per device whose logits exist at a time when log-probs are computed
     }
 
@@ -87,6 +90,13 @@ def _rollout() -> dict:
         # True: fsdp is undone once for a rollout, so that every device holds all of the sampler's parameters (but for
         # what mesh.tensor cuts). False: each layer's are gathered for every token, unless model.scan_layers is False.
         "gather_params": False,
+        # Shapes in which a rollout decodes; each is a loop of its own in the program, so that more of them take longer
+        # to compile. What is sampled does not depend on them.
+        "cascade": {
+            "width": 64,  # slots of a row's cache at first, which double up to response_length; 0: all at once
+            "halvings": 2,  # as rows end, the batch becomes so often half as large; 0: all rows stay to the end
+            "min_rows": 8,  # on a device; smaller batches are not halved any more
+        },
         # A conversation: at the end of a turn (an end token or a stop) the environment answers, and the policy goes on.
         "multi_turn": {
             # A name (jaxrl_llm/environments.py), module:function or file.py:function, with arguments if need be:

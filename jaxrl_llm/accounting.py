@@ -16,10 +16,9 @@ from pathlib import Path
 import numpy as np
 
 from jaxrl_llm.config import Config, need_critic
-from jaxrl_llm.costs import Job, Mesh, forward_flops, head_flops, leaves
+from jaxrl_llm.costs import Job, Mesh, expert_bytes, forward_flops, head_flops, layer_bytes, leaves
 from jaxrl_llm.lengths import Lengths
 from jaxrl_llm.models import hf
-from jaxrl_llm.models.architecture import TransformerConfig
 
 ONE = Mesh()
 # Phase -> what follows perf/mfu/ in the name of its utilisation: verl's names, and the phase's own where it has none.
@@ -37,7 +36,7 @@ UTILISATION = {
 class Counted:
     """Of one phase in one step."""
 
-    flops: float | None  # None where the model's formulas are not known
+    flops: float
     tokens: int  # real ones that went through the model
     slots: int  # tokens that were computed, padding included; 0 where it is not known
 
@@ -47,7 +46,7 @@ class Accounts:
     """What the phases of a run's steps compute."""
 
     config: Config
-    actor: Job | None  # None of a mixture of experts, whose products costs.py does not know
+    actor: Job
     critic: Job | None
     scores: bool = False  # whether the actor is a reward model, which reads responses to their ends and has no logits
 
@@ -60,8 +59,8 @@ class Accounts:
         """
         shape = hf.read_shape(folder)
         own = hf.read_shape(hf.find_folder(config.critic.path)) if config.critic.path else shape
-        critic = _job(config, own) if need_critic(config) else None
-        return cls(config, _job(config, shape), critic, scores)
+        critic = Job.of(config, own) if need_critic(config) else None
+        return cls(config, Job.of(config, shape), critic, scores)
 
     def count(self, lengths: Lengths, generated: Sequence[Lengths] = ()) -> dict[str, Counted]:
         """Phase -> what it computes of a step's batch, if it runs at all.
@@ -74,22 +73,21 @@ class Accounts:
         passed = _tokens(lengths, self.scores)
         micro = config.trainer.score_micro_batch_size
         slots = self._slots(lengths, micro)
-        reference = _forward(actor, lengths) + _head(actor, lengths) if actor else None
-        policy = reference + _overlay(actor, lengths) if actor and reference is not None else None
-        values = _forward(critic, lengths) if critic else None
-        scored = {"old_log_prob": policy, "ref": reference, "values": values}
+        reference = _forward(actor, lengths) + _head(actor, lengths)
+        scored = {"old_log_prob": reference + _overlay(actor, lengths), "ref": reference}
+        if critic:
+            scored["values"] = _forward(critic, lengths)
         found = {phase: Counted(flops, passed, slots) for phase, flops in scored.items()}
         for phase, job, role in (("update_actor", actor, config.actor), ("update_critic", critic, config.critic)):
-            flops = None
-            if job:
-                with_head = phase == "update_actor" and not self.scores
-                flops = role.epochs * _update(
-                    job, lengths, head=with_head, critic=phase == "update_critic", whole=self.scores
-                )
+            if job is None:
+                continue
+            of_critic = phase == "update_critic"
+            head = not (of_critic or self.scores)
+            flops = role.epochs * _update(job, lengths, head=head, critic=of_critic, whole=self.scores)
             slots = role.epochs * self._slots(lengths, role.micro_batch_size)
             found[phase] = Counted(flops, role.epochs * passed, slots)
         if generated:
-            flops = sum(_forward(actor, x) + _head(actor, x) for x in generated) if actor else None
+            flops = sum(_forward(actor, x) + _head(actor, x) for x in generated)
             tokens = sum(int(x.prompt.sum() + x.response.sum()) for x in generated)
             found["gen"] = Counted(flops, tokens, sum(map(self._sampled_slots, generated)))
         return found
@@ -135,20 +133,15 @@ def accounting_metrics(
             continue
         if of.slots:
             metrics[f"perf/real_token_ratio/{phase}"] = of.tokens / of.slots
-        if of.flops is not None:
-            total += of.flops
-            metrics[f"perf/model_tflops/{phase}"] = of.flops / 1e12
-            if peak:
-                metrics[f"perf/mfu/{UTILISATION[phase]}"] = of.flops / timing[phase] / (peak * n_devices)
+        total += of.flops
+        metrics[f"perf/model_tflops/{phase}"] = of.flops / 1e12
+        if peak:
+            metrics[f"perf/mfu/{UTILISATION[phase]}"] = of.flops / timing[phase] / (peak * n_devices)
     if total:
         metrics["perf/per_device_tflops"] = total / 1e12 / n_devices
         if seconds > 0:
             metrics["perf/per_device_tflops_per_sec"] = total / 1e12 / n_devices / seconds
     return metrics
-
-
-def _job(config: Config, shape: TransformerConfig) -> Job | None:
-    return None if shape.moe else Job.of(config, shape)
 
 
 def _inputs(lengths: Lengths, whole: bool) -> np.ndarray:
@@ -179,7 +172,11 @@ def _attention(job: Job, lengths: Lengths, whole: bool = False) -> float:
 
 
 def _products(job: Job, lengths: Lengths, whole: bool = False) -> float:
-    return forward_flops(job, ONE, _tokens(lengths, whole), 0)
+    """Of a token's kernels, of experts those that it goes to."""
+    s, kernels = job.shape, layer_bytes(job, ONE, 1) - expert_bytes(job, ONE, 1)
+    if s.moe:
+        kernels += s.moe.per_token * 3 * s.width * s.moe.width
+    return 2.0 * _tokens(lengths, whole) * s.num_layers * kernels
 
 
 def _forward(job: Job, lengths: Lengths, whole: bool = False) -> float:

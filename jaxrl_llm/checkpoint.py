@@ -16,6 +16,7 @@ import hashlib
 import json
 import logging
 import os
+import re
 import shutil
 import threading
 from collections.abc import Collection, Mapping
@@ -25,7 +26,7 @@ from typing import Any, TypeVar
 import jax
 import orbax.checkpoint as ocp
 
-from jaxrl_llm.errors import StorageError
+from jaxrl_llm.errors import OutOfMemory, StorageError, is_out_of_memory
 
 Tree = TypeVar("Tree")
 CHECKSUMS = "checksums.json"
@@ -46,7 +47,7 @@ class Checkpoints:
         self.folder, self._keep = Path(folder).absolute(), keep
         self._saver: ocp.AsyncCheckpointer | None = None
         self._writing: threading.Thread | None = None
-        self._failure: StorageError | None = None
+        self._failure: StorageError | OutOfMemory | None = None
         self._released, self._dropped = threading.Event(), False  # see `save`, hold
         self._released.set()
         self._whole: set[int] = set()  # steps whose files were compared with their checksums
@@ -54,7 +55,12 @@ class Checkpoints:
 
     def steps(self) -> list[int]:
         """The steps whose checkpoints are complete, oldest first."""
-        return sorted(int(path.parent.name) for path in self.folder.glob(f"[0-9]*/{CHECKSUMS}"))
+        return [step for step, path in self._folders() if (path / CHECKSUMS).is_file()]
+
+    def _folders(self) -> list[tuple[int, Path]]:
+        """Those of steps, complete or not, oldest first; "4 (copy)" and "4.bak", which a person made, are no steps."""
+        found = [path for path in self.folder.glob("[0-9]*") if path.is_dir()]
+        return sorted((int(path.name), path) for path in found if re.fullmatch(r"\d+", path.name, re.ASCII))
 
     def latest_step(self) -> int | None:
         return max(self.steps(), default=None)
@@ -121,6 +127,8 @@ class Checkpoints:
             saver.save(folder, args=arguments, force=True)
         except Exception as error:  # orbax and tensorstore raise all kinds when a disk is full
             self._give_up()  # so that the next save starts by cleaning up
+            if is_out_of_memory(error):
+                raise
             raise StorageError(f"{folder}: cannot be saved: {error}") from error
         self._released.clear()
         if not hold:
@@ -144,7 +152,8 @@ class Checkpoints:
                 if old not in spare:
                     _remove(self.folder / str(old))
         except BaseException as error:
-            self._failure = StorageError(f"{folder}: cannot be saved: {error}")
+            kind = OutOfMemory if is_out_of_memory(error) else StorageError
+            self._failure = kind(f"{folder}: cannot be saved: {error}")
             self._failure.__cause__ = error
 
     def release(self) -> None:
@@ -265,10 +274,10 @@ class Checkpoints:
     def _open_saver(self) -> ocp.AsyncCheckpointer:
         if self._saver is None:
             self.folder.mkdir(parents=True, exist_ok=True)
-            for path in self.folder.glob("[0-9]*") if jax.process_index() == 0 else ():
+            for step, path in self._folders() if jax.process_index() == 0 else ():
                 if not (path / CHECKSUMS).exists():
                     shutil.rmtree(path)
-                elif int(path.name) in self._damaged:  # kept for whoever wants to know what happened
+                elif step in self._damaged:  # kept for whoever wants to know what happened
                     _set_aside(path)
             self._damaged.clear()
             options = ocp.options.AsyncOptions(timeout_secs=WRITING_SECONDS)

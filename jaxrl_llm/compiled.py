@@ -19,13 +19,13 @@ import numpy as np
 from jaxrl_llm.compile_log import Compilation, Report, cache_hits
 from jaxrl_llm.config import Config
 from jaxrl_llm.sharding import Layout, abstract_like
-from jaxrl_llm.steps.phases import Program, gen, train_sampling
+from jaxrl_llm.steps.phases import Program, cascade, gen, train_sampling, with_whole_tables
 from jaxrl_llm.steps.reward import JaxReward, write_scores
 from jaxrl_llm.steps.rollout import StopRules, as_batch, begin, decode, observe
 from jaxrl_llm.steps.sampling import Sampling
 from jaxrl_llm.steps.step import ACTOR, CRITIC, EVAL, GEN, GEN_MAX, step_key, update_phase_keys
 from jaxrl_llm.steps.training import Training
-from jaxrl_llm.types import FINISH_LENGTH, Array, Batch, DecodeState, KVCache, Params, Prompts, RunState
+from jaxrl_llm.types import FINISH_LENGTH, Array, Batch, Cache, DecodeState, Params, Prompts, RunState
 
 SCALAR = jax.ShapeDtypeStruct((), np.int32)
 
@@ -318,8 +318,10 @@ def compile_sampler(
     if program.config.rollout.multi_turn.environment:
         return _compile_turns(program, view, prompts, key_of, n=n, sampling=sampling, report=report, name=name)
 
+    shapes = cascade(program.config, program.layout)
+
     def sample(view: Params, prompts: Prompts, stops: StopRules, step: Array) -> Batch:
-        given: dict[str, Any] = {"n": n, "width": width, "sampling": sampling}
+        given: dict[str, Any] = {"n": n, "width": width, "sampling": sampling, "cascade": shapes}
         return gen(program.actor_model, program.layout, view, prompts, key_of(step), stops, **given)
 
     rows = program.layout.rows
@@ -339,15 +341,18 @@ def _compile_turns(
 ) -> CompiledTurns:
     model, layout, rollout = program.actor_model, program.layout, program.config.rollout
     rows = prompts.prompts.shape[0] * n
-    turn = partial(decode, model, sampling=sampling)
+    shapes = cascade(program.config, layout)
+    turn = partial(decode, model, sampling=sampling, cascade=shapes)
 
-    def first(view: Params, prompts: Prompts, stops: StopRules, step: Array) -> tuple[KVCache, DecodeState]:
-        cache, state = begin(model, view, prompts, key_of(step), n=n, width=rollout.response_length)
-        return turn(view, cache, layout.constrain_rows(state), stops=stops)
+    def first(view: Params, prompts: Prompts, stops: StopRules, step: Array) -> tuple[Cache, DecodeState]:
+        view, width = with_whole_tables(model, layout, view), rollout.response_length
+        cache, state = begin(model, view, prompts, key_of(step), n=n, width=width, cascade=shapes)
+        return turn(view, cache, layout.constrain_rows(state), stops=stops, first_turn=True)
 
     def following(
-        view: Params, cache: KVCache, state: DecodeState, tokens: Array, mask: Array, stops: StopRules
-    ) -> tuple[KVCache, DecodeState]:
+        view: Params, cache: Any, state: DecodeState, tokens: Array, mask: Array, stops: StopRules
+    ) -> tuple[Cache, DecodeState]:
+        view = with_whole_tables(model, layout, view)
         return turn(view, *observe(model, view, cache, state, tokens, mask), stops=stops)
 
     def finish(prompts: Prompts, state: DecodeState, truncated: Array) -> Batch:

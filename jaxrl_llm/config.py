@@ -53,6 +53,7 @@ class Model:
     quantize_base: Literal["none", "int8"]
     scan_layers: bool
     remat: Literal["none", "dots", "full"]
+    sequence_parallel: bool
     logprob_chunk: Positive
 
 
@@ -61,6 +62,13 @@ class MultiTurn:
     environment: str
     max_assistant_turns: Positive
     max_observation_length: Positive
+
+
+@dataclasses.dataclass(frozen=True)
+class Cascade:
+    width: Count
+    halvings: Count
+    min_rows: Positive
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,6 +86,7 @@ class Rollout:
     stop_token_ids: tuple[int, ...]
     parts: Positive
     gather_params: bool
+    cascade: Cascade
     multi_turn: MultiTurn
 
 

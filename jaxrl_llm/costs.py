@@ -3,7 +3,7 @@ mesh; phase_costs.py adds what is exchanged, phase by phase. tests/test_plan.py 
 
 Letters: L layers, D width, V vocabulary, F the MLP's width, H heads · head size, KV likewise of keys; G prompts, n
 responses each, P and R widths; t the size of the mesh axis `tensor`; c bytes of the compute dtype. Parameters are
-counted from the declarations (models/declare.py), cut as sharding.py cuts them. Experts are not known here.
+counted from the declarations (models/declare.py), cut as sharding.py cuts them.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import jax
 import jax.numpy as jnp
 
 from jaxrl_llm.config import Config, need_base, need_critic, need_reference
-from jaxrl_llm.errors import UserError
 from jaxrl_llm.models.architecture import TransformerConfig
+from jaxrl_llm.models.moe import FEW_TOKENS, block_shape
 from jaxrl_llm.models.transformer import make_transformer
 from jaxrl_llm.sharding import RULES
 from jaxrl_llm.steps.training import declare_frozen, overlay
@@ -63,13 +63,7 @@ class Job:
 
     @classmethod
     def of(cls, config: Config, shape: TransformerConfig) -> Job:
-        """
-        Raises:
-          UserError: the model has experts.
-        """
-        if shape.moe is not None:
-            raise UserError("config.model.path: a mixture of experts cannot be planned; expected a dense model (use "
-                            "python -m jaxrl_llm.train --dry_run)")  # fmt: skip
+        """What `config` makes of a model of this shape."""
         m = config.model
         kept = jnp.dtype(m.dtype if m.lora_rank else m.param_dtype)
         actor = make_transformer(shape, param_dtype=kept)
@@ -123,6 +117,18 @@ def layer_bytes(job: Job, mesh: Mesh, itemsize: int) -> int:
     """W: what fsdp gathers of one layer, its kernels, whole over fsdp and cut over tensor."""
     cut = [x for x in leaves(job.whole["layers"]) if "embed" in x.axes]
     return held_bytes(cut, mesh, itemsize, gathered=True) // job.shape.num_layers
+
+
+def expert_bytes(job: Job, mesh: Mesh, itemsize: int) -> int:
+    """Of W, what a layer's experts are; cut over tensor by expert."""
+    if job.shape.moe is None:
+        return 0
+    return held_bytes(job.whole["layers"]["experts"], mesh, itemsize, gathered=True) // job.shape.num_layers
+
+
+def router_bytes(job: Job, itemsize: int) -> int:
+    """Of W, what a layer's router is, whole."""
+    return job.shape.width * job.shape.moe.num_experts * itemsize if job.shape.moe else 0
 
 
 def table_bytes(job: Job, mesh: Mesh, itemsize: int) -> int:
@@ -188,40 +194,52 @@ class Lines:
         return cls(at_once, lines * (r.prompt_length + group * own), pairs, repeats * rows // at_once)
 
 
-def passing_bytes(job: Job, mesh: Mesh, lines: Lines, head: bool = True) -> float:
-    """What a forward pass that nobody differentiates holds at its highest: c · tokens · D, and the larger of a layer,
-    c · tokens · (2 D + max(H + 2 KV, 2 F) / t) and 4 + c bytes for each of heads/t · pairs beside two gathered layers,
-    and of a chunk of logits, two float32 arrays of V/t a token, beside the gathered table."""
+def stream_parts(job: Job, mesh: Mesh) -> int:
+    """Into how many parts the tokens of the residual stream are cut in scoring and updates, so that D' = D / parts."""
+    return mesh.tensor if job.config.model.sequence_parallel else 1
+
+
+def passing_bytes(job: Job, mesh: Mesh, lines: Lines, *, head: bool, parts: int) -> float:
+    """What a forward pass that nobody differentiates holds at its highest: the larger of c · tokens · D / parts and a
+    layer, c · tokens · (2 D + max(H + 2 KV, 2 F) / t) and 4 + c bytes for each of heads/t · pairs beside two gathered
+    layers, and of c · tokens · D and a chunk of logits, two float32 arrays of V/t a token, beside the gathered table.
+    """
     s, c, t = job.shape, job.compute_bytes, mesh.tensor
-    heads, kv = s.num_heads * s.head_dim, s.num_kv_heads * s.head_dim
-    layer = c * lines.tokens * (2 * s.width + max(heads + 2 * kv, 2 * s.mlp_width) / t)
+    heads, kv, hidden = s.num_heads * s.head_dim, s.num_kv_heads * s.head_dim, c * lines.tokens * s.width
+    layer = hidden / parts + 2 * hidden + c * lines.tokens * max(heads + 2 * kv, 2 * mlp_width(s)) / t
+    layer += 0.5 * sum(expert_activations(job, mesh, lines.tokens))
     layer += (4 + c) * lines.pairs * s.num_heads / t
-    chunk = 8.0 * head * logits_chunk(job, mesh, lines)[1] * s.vocab_size / t
+    chunk = hidden + 8.0 * head * logits_chunk(job, mesh, lines)[1] * s.vocab_size / t
     if mesh.fsdp > 1:
-        layer, chunk = layer + 2 * layer_bytes(job, mesh, c), chunk + table_bytes(job, mesh, c)
-    return c * lines.tokens * s.width + max(layer, chunk)
+        dense = layer_bytes(job, mesh, c) - expert_bytes(job, mesh, c)  # experts are counted already
+        layer, chunk = layer + 2 * dense, chunk + table_bytes(job, mesh, c)
+    return max(layer, chunk)
 
 
 def activation_bytes(job: Job, mesh: Mesh, lines: Lines) -> float:
     """What a backward pass over `lines` holds at its highest, beside parameters and gradients.
 
-    Kept of each layer, with A = (H + KV + F) / t: remat `none` c · tokens · (2 D + 2.5 A) and 12 + c bytes for each of
-    heads/t · pairs; `dots` c · tokens · (3 D + (H + 2 KV + 2 F) / t), the products that are no attention; `full`
-    c · tokens · D. Beside that one layer on its way back: c · tokens · (4 D + 3 A), 12 + c bytes for each of
-    heads/t · pairs. And a chunk of logits, three float32 arrays of V/t a token; three tables (a tied head turned
-    around, the head's gradient and a chunk's share in it); where fsdp gathers, two layers more. The factors are those
-    that the CPU's compiler was measured to come to.
+    Kept of each layer, with A = (H + KV + F) / t: remat `none` c · tokens · (2 D' + 2.5 A) and 12 + c bytes for each of
+    heads/t · pairs; `dots` c · tokens · (2 D' + D + (H + 2 KV + 2 F) / t), the products that are no attention; `full`
+    c · tokens · D'. Beside that one layer on its way back, c · tokens · (4 D' + 3 A) and 12 + c bytes for each of
+    heads/t · pairs, or the head's hidden states and their gradient, (4 + c) · tokens · D. And a chunk of logits, three
+    float32 arrays of V/t a token; three tables (a tied head turned around, the head's gradient and a chunk's share in
+    it); where fsdp gathers, two layers more. The factors are those that the CPU's compiler was measured to come to.
     """
     s, c, t = job.shape, job.compute_bytes, mesh.tensor
     heads, kv = s.num_heads * s.head_dim, s.num_kv_heads * s.head_dim
-    across, scores = (heads + kv + s.mlp_width) / t, (12 + c) * lines.pairs * s.num_heads / t
+    d = s.width / stream_parts(job, mesh)
+    across, scores = (heads + kv + mlp_width(s)) / t, (12 + c) * lines.pairs * s.num_heads / t
     kept = {
-        "none": c * lines.tokens * (2 * s.width + 2.5 * across) + scores,
-        "dots": c * lines.tokens * (3 * s.width + (heads + 2 * kv + 2 * s.mlp_width) / t),
-        "full": c * lines.tokens * s.width,
+        "none": c * lines.tokens * (2 * d + 2.5 * across) + scores,
+        "dots": c * lines.tokens * (2 * d + s.width + (heads + 2 * kv + 2 * mlp_width(s)) / t),
+        "full": c * lines.tokens * d,
     }[job.config.model.remat]
-    layer = c * lines.tokens * (4 * s.width + 3 * across) + scores
-    gathered = 2 * layer_bytes(job, mesh, c) if mesh.fsdp > 1 else 0
+    layer = max(c * lines.tokens * (4 * d + 3 * across) + scores, (4 + c) * lines.tokens * s.width)
+    own, gathered_experts = expert_activations(job, mesh, lines.tokens)
+    layer += 1.5 * (own + gathered_experts)
+    kept += own if job.config.model.remat == "none" else 0
+    gathered = 2 * (layer_bytes(job, mesh, c) - expert_bytes(job, mesh, c)) if mesh.fsdp > 1 else 0
     chunk = 12 * logits_chunk(job, mesh, lines)[1] * s.vocab_size / t
     return s.num_layers * kept + layer + chunk + 3 * table_bytes(job, mesh, c) + gathered
 
@@ -237,10 +255,72 @@ def logits_chunk(job: Job, mesh: Mesh, lines: Lines) -> tuple[int, int]:
 
 
 def forward_flops(job: Job, mesh: Mesh, tokens: float, pairs: float) -> float:
-    """2 · tokens · (a layer's kernels) / t + 4 · pairs · H / t, in every layer."""
+    """2 · tokens · (a layer's kernels) / t + 4 · pairs · H / t, in every layer, and what its experts compute."""
     s = job.shape
-    kernels = layer_bytes(job, mesh, 1)
-    return s.num_layers * (2 * tokens * kernels + 4 * pairs * s.num_heads * s.head_dim / mesh.tensor)
+    kernels = layer_bytes(job, mesh, 1) - expert_bytes(job, mesh, 1)
+    if s.moe is not None and expert_rows(job, mesh, tokens)[0]:
+        kernels -= router_bytes(job, 1) * (1 - 1 / mesh.tensor)  # cut like the experts then
+    layer = 2 * tokens * kernels + 4 * pairs * s.num_heads * s.head_dim / mesh.tensor
+    return s.num_layers * (layer + expert_flops(job, mesh, tokens).forward)
+
+
+def mlp_width(shape: TransformerConfig) -> int:
+    """F, but for a mixture of experts 0: `expert_activations` has them."""
+    return 0 if shape.moe else shape.mlp_width
+
+
+def expert_activations(job: Job, mesh: Mesh, tokens: float) -> tuple[float, float]:
+    """Bytes of a layer's experts in a pass forward: c · rows · (2 D + 3 F), a copy of an expert for each block, and
+    what k experts give each token of all; and c · (3 · E · D · F + all tokens · D), which is gathered."""
+    if (moe := job.shape.moe) is None:
+        return 0.0, 0.0
+    c, d, f = job.compute_bytes, job.shape.width, moe.width
+    few, rows = expert_rows(job, mesh, tokens)
+    if few:
+        return c * rows * 3 * f, 0.0
+    everywhere = tokens * mesh.shards
+    size = block_shape(int(everywhere) * moe.per_token, moe.num_experts)[1]
+    own = rows * (2 * d + 3 * f) + rows / size * 3 * d * f + everywhere * moe.per_token * d
+    return c * own, c * (3 * moe.num_experts * d * f + everywhere * d)
+
+
+@dataclasses.dataclass(frozen=True)
+class ExpertFlops:
+    """Of a layer's experts on one device, in one pass forward."""
+
+    forward: float = 0.0
+    backward: float = 0.0
+    last: float = 0.0  # of them those of the last product, whose result no gradient needs
+    batched: float = 0.0  # and those of products that `dots` computes again
+
+
+def expert_rows(job: Job, mesh: Mesh, tokens: float) -> tuple[bool, float]:
+    """Whether every expert computes every token (models/moe.py: few tokens), and for how many rows an expert's three
+    products are computed on one device: all tokens by the experts that lie there, or blocks of sorted tokens, which
+    are spread over all devices where those divide their number.
+
+    Args:
+      tokens: of one pass, on a device.
+    """
+    moe, everywhere = job.shape.moe, int(tokens * mesh.shards)
+    if moe is None or not everywhere:
+        return True, 0.0
+    blocks, size = block_shape(everywhere * moe.per_token, moe.num_experts)
+    if everywhere <= FEW_TOKENS or everywhere * moe.num_experts <= blocks * size:
+        return True, tokens * moe.num_experts / mesh.tensor
+    return False, blocks * size / (1 if blocks % mesh.devices else mesh.devices)
+
+
+def expert_flops(job: Job, mesh: Mesh, tokens: float) -> ExpertFlops:
+    """6 · rows · D · F, and for each token 2 · k · E of shares (few tokens) or 2 · k · D of what k experts give."""
+    if (moe := job.shape.moe) is None or not tokens:
+        return ExpertFlops()
+    few, rows = expert_rows(job, mesh, tokens)
+    product = 2 * rows * job.shape.width * moe.width
+    shares = 2 * tokens * moe.per_token * (moe.num_experts / mesh.tensor if few else job.shape.width)
+    if few:
+        return ExpertFlops(3 * product + shares, 6 * product + shares, product, shares)
+    return ExpertFlops(3 * product + shares, 6 * product + shares, shares, 3 * product)
 
 
 def head_flops(job: Job, mesh: Mesh, tokens: float) -> float:
@@ -251,7 +331,14 @@ def head_flops(job: Job, mesh: Mesh, tokens: float) -> float:
 def recomputed_flops(job: Job, mesh: Mesh, lines: Lines) -> float:
     """Of the backward pass, by `model.remat`: `full` the forward pass but the last product of each layer, whose result
     no gradient needs; `dots` the attention."""
-    s = job.shape
+    s, experts = job.shape, expert_flops(job, mesh, lines.tokens)
+    if s.moe is not None:
+        found = {
+            "none": 0.0,
+            "dots": forward_flops(job, mesh, 0, lines.pairs) + s.num_layers * experts.batched,
+            "full": forward_flops(job, mesh, lines.tokens, lines.pairs) - s.num_layers * experts.last,
+        }
+        return found[job.config.model.remat]
     if job.config.model.remat == "full":
         last = 2 * lines.tokens * s.num_layers * s.mlp_width * s.width / mesh.tensor
         return forward_flops(job, mesh, lines.tokens, lines.pairs) - last

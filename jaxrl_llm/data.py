@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import hashlib
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
@@ -181,6 +182,14 @@ class PromptData:
     def ids(self, index: int) -> np.ndarray:
         """A prompt's token ids."""
         return self._read[index].ids
+
+    @property
+    def fingerprint(self) -> dict[str, Any]:
+        """By which a resumed run knows its prompts again: how many, and SHA-256 of their token ids, in order."""
+        found = hashlib.sha256()
+        for read in self._read:
+            found.update(len(read.ids).to_bytes(8, "little") + read.ids.tobytes())
+        return {"prompts": len(self), "sha256": found.hexdigest()}
 
     def skip_notices(self) -> list[str]:
         """What was left out as bad, by source."""

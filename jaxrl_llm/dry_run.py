@@ -29,13 +29,14 @@ from jaxrl_llm.compiled import (
 )
 from jaxrl_llm.config import Config, need_base
 from jaxrl_llm.evaluation import sampling_ways
+from jaxrl_llm.input_notes import mesh_notices
 from jaxrl_llm.loading import Inputs, abstract_state, build_program, load_inputs, make_layout
 from jaxrl_llm.order import epoch_steps
 from jaxrl_llm.reward_scorer import make_scorer
 from jaxrl_llm.sharding import Layout, abstract
 from jaxrl_llm.steps.phases import Program
 from jaxrl_llm.steps.training import declare_frozen
-from jaxrl_llm.types import KVCache, Prompts, RunState
+from jaxrl_llm.types import Cache, Prompts, RunState
 from jaxrl_llm.writers import check_loggers
 
 GB = 1e9
@@ -160,6 +161,8 @@ def dry_run(config: Config, report: Callable[[str], object]) -> DryRun:
         epochs = epoch_steps(len(inputs.train), count, config.trainer.epochs)
         program = build_program(config, inputs, layout, epochs if config.trainer.epochs else config.trainer.steps)
         try_out(inputs)
+        for notice in mesh_notices(program):
+            report(f"notice: {notice}")
         state = whole_state(program)
         prompts = _rows_like(layout, inputs.train.batch(0, count).prompts)
         rewards = {"weights": tuple(inputs.rewards.weights.tolist()), "jax_rewards": inputs.rewards.jax_functions}
@@ -241,7 +244,7 @@ def cache_bytes(program: Program, prompts: Prompts) -> tuple[int, int]:
     r, layout = program.config.rollout, program.layout
     groups = prompts.prompts.shape[0] // r.parts
 
-    def cache() -> KVCache:
+    def cache() -> Cache:
         return program.actor_model.init_cache(groups, r.prompt_length).fork(r.n, r.response_length)
 
     made = jax.eval_shape(cache)

@@ -9,6 +9,7 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import TextIO
 
 
 class UserError(Exception):
@@ -109,47 +110,81 @@ FULL = (errno.ENOSPC, errno.EDQUOT)
 def exit_code(body: Callable[[], None]) -> int:
     """Runs a command's body: 0 done, 2 user error, 3 numeric or reward abort, 4 storage, 5 out of memory, 75 try again
     (stopped from outside, or stuck), 130 interrupted (DESIGN 8). Any other exception is a bug, and goes on up."""
+    open_streams()
     try:
         body()
     except (UserError, RunAborted, StorageError, OutOfMemory) as error:
-        print(f"error: {error}", file=sys.stderr)
+        say(f"error: {error}", sys.stderr)
         return error.exit_code
     except TryAgain as error:
-        print(f"stopped: {error}", file=sys.stderr)
+        say(f"stopped: {error}", sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
+        say("interrupted", sys.stderr)
         return INTERRUPTED
     except Exception as error:
         if is_out_of_memory(error):
             notes = getattr(error, "__notes__", [])
-            print("\n".join([f"error: out of memory: {error}", *notes]), file=sys.stderr)
+            why = str(error) or f"the host has too little ({type(error).__name__})"
+            say("\n".join([f"error: out of memory: {why}", *notes]), sys.stderr)
             return OutOfMemory.exit_code
         if isinstance(error, OSError) and error.errno in FULL:
-            print(f"error: {error}", file=sys.stderr)
+            say(f"error: {error}", sys.stderr)
             return StorageError.exit_code
         raise
     return 0
 
 
+def open_streams() -> None:
+    """Where a process was started without one of the standard streams, nothing else may take its number: what is
+    printed would go into a checkpoint."""
+    for number in (0, 1, 2):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # gets the lowest number that is free
+
+
+def say(text: str, stream: TextIO | None = None) -> None:
+    """Prints a line, if there is anywhere to print it: a closed pipe or a full disk is no reason to fail.
+
+    Args:
+      stream: None is stdout.
+    """
+    with contextlib.suppress(OSError, ValueError):
+        print(text, file=stream, flush=True)
+
+
+# Of XLA's: on a CPU the second may stand within an INTERNAL error.
+NO_MEMORY = ("RESOURCE_EXHAUSTED", "Out of memory allocating", "std::bad_alloc")
+
+
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether the host or a device (XLA says so by RESOURCE_EXHAUSTED) had too little memory.
+    """Whether the host or a device (XLA has several ways to say so) had too little memory.
 
     >>> is_out_of_memory(MemoryError()), is_out_of_memory(ValueError("RESOURCE_EXHAUSTED"))
     (True, False)
     """
     # By name: jax is not imported here. The second is the first one's name in older versions.
     from_device = type(error).__name__ in ("JaxRuntimeError", "XlaRuntimeError")
-    return isinstance(error, MemoryError) or (from_device and "RESOURCE_EXHAUSTED" in str(error))
+    if isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and "can't start new thread" in str(error)):
+        return True
+    return from_device and any(text in str(error) for text in NO_MEMORY)
 
 
 def leave(code: int) -> None:
-    """Ends the process. After an interruption or a signal at once: threads that still compile can crash an orderly end.
+    """Ends the process. After an interruption or a signal at once: threads that still compile can crash an orderly end,
+    and so can all of them where there is no memory.
     One of several processes leaves the others first: an orderly end would wait for them, and they for it, without end.
     """
-    sys.stdout.flush()
-    sys.stderr.flush()
-    if code == INTERRUPTED:
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None:
+            try:
+                stream.flush()
+            except (OSError, ValueError):  # or Python would try again at its end, and change the exit code
+                with contextlib.suppress(OSError, ValueError):
+                    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+    if code in (INTERRUPTED, OutOfMemory.exit_code):
         os._exit(code)
     jax = sys.modules.get("jax")
     if code and jax is not None and jax.distributed.is_initialized():

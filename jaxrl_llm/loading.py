@@ -122,7 +122,8 @@ def make_layout(config: Config) -> Layout:
       UserError: the mesh does not fit them, or a batch does not divide over it.
     """
     sizes = check_devices(config, jax.device_count())
-    return Layout(make_mesh(data=sizes["data"], fsdp=sizes["fsdp"], tensor=sizes["tensor"]))
+    mesh = make_mesh(data=sizes["data"], fsdp=sizes["fsdp"], tensor=sizes["tensor"])
+    return Layout(mesh, sequence_parallel=config.model.sequence_parallel)
 
 
 def make_models(config: Config, inputs: Inputs, layout: Layout) -> tuple[Model, Model | None]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import jax
 
 from jaxrl_llm.compiled import Compiled, programs_in_use
 from jaxrl_llm.config import Config, need_critic
+from jaxrl_llm.run_mark import Killed
 
 # Phase -> the knobs that make its programs smaller, and what to do with them.
 SAMPLING = {
@@ -41,6 +43,9 @@ STATE = {
 }
 
 
+SUSPECT = 0.5  # of the host's memory; who held as much may well have been killed for it: the rest comes in one piece
+
+
 def explain(config: Config, phase: str, error: BaseException) -> str:
     """An error's text.
 
@@ -54,12 +59,38 @@ def explain(config: Config, phase: str, error: BaseException) -> str:
         *(f"  {note}" for note in getattr(error, "__notes__", [])),
         f"  a step: {prompts} prompts x {rollout.n} responses = {prompts * rollout.n} rows of "
         f"{rollout.prompt_length} + {rollout.response_length} tokens, on {jax.device_count()} device(s)",
-        *_table(),
+        *_known_programs(),
         "  what makes it smaller (docs/sizing.md):",
     ]
     values, knobs = _values(config), KNOBS.get(phase) or _all_knobs(config)
     lines += [f"    {knob} = {values(knob)!r}; {what}" for knob, what in {**knobs, **STATE}.items()]
     return "\n".join(lines)
+
+
+def tell_of_killed(config: Config, killed: Killed) -> str:
+    """What the next start says of a process that was killed, and may have been for memory."""
+    where = f" with step {killed.step} done" if killed.step else ""
+    text = f"{killed.process} ended without a word in {killed.phase or 'the run'}{where}"
+    whole = host_memory()
+    if not killed.held or not whole:
+        return text
+    text += f"; it had held up to {readable(killed.held)} of {readable(whole)} of memory"
+    if killed.held < SUSPECT * whole:
+        return text
+    knobs = ", ".join([*(KNOBS.get(killed.phase) or _all_knobs(config)), *STATE])
+    return f"{text}, and may have been killed for that (docs/reliability.md); what takes less: {knobs}"
+
+
+def host_memory() -> int:
+    """Bytes that this process may hold: the machine's, or less if its control group says so; 0: not known."""
+    if not hasattr(os, "sysconf") or "SC_PHYS_PAGES" not in os.sysconf_names:
+        return 0
+    found = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    try:
+        allowed = Path("/sys/fs/cgroup/memory.max").read_text().strip()
+    except OSError:
+        return found
+    return min(found, int(allowed)) if allowed.isdecimal() else found
 
 
 def _all_knobs(config: Config) -> dict[str, str]:
@@ -73,6 +104,13 @@ def _values(config: Config) -> Callable[[str], object]:
         return getattr(getattr(config, section), name)
 
     return value
+
+
+def _known_programs() -> list[str]:
+    try:
+        return list(_table())
+    except Exception:  # it takes memory itself
+        return ["  (the compiled programs' sizes cannot be told any more)"]
 
 
 def _table() -> Iterator[str]:

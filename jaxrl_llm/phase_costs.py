@@ -14,6 +14,9 @@ from jaxrl_llm.costs import (
     Mesh,
     activation_bytes,
     cache_bytes,
+    expert_bytes,
+    expert_flops,
+    expert_rows,
     forward_flops,
     head_flops,
     held_bytes,
@@ -21,7 +24,9 @@ from jaxrl_llm.costs import (
     logits_chunk,
     passing_bytes,
     recomputed_flops,
+    router_bytes,
     state_bytes,
+    stream_parts,
     table_bytes,
     view_bytes,
 )
@@ -78,10 +83,59 @@ def _forward_exchanges(job: Job, mesh: Mesh, tokens: int, passes: int, per_token
     looked up in a table cut along V: tokens · D each."""
     s, c = job.shape, job.compute_bytes
     weights, sums = layer_bytes(job, mesh, c), tokens * s.width * c
+    grouped = not expert_rows(job, mesh, tokens)[0]
+    experts = _expert_exchanges(job, mesh, tokens, s.num_layers * passes) if grouped else []
+    if s.moe and not grouped:  # the router is cut like the experts
+        logits = 4.0 * tokens * s.moe.num_experts
+        experts = [Exchange("all-reduce", "tensor", logits, s.num_layers * passes, "router", per_token)]
     return [
         Exchange("all-gather", "fsdp", weights, s.num_layers * passes, "kernels", per_token),
-        Exchange("all-reduce", "tensor", sums, (2 * s.num_layers + 1) * passes, "activations", per_token),
+        Exchange("all-reduce", "tensor", sums, ((2 - grouped) * s.num_layers + 1) * passes, "activations", per_token),
+        *experts,
     ]
+
+
+def _expert_exchanges(job: Job, mesh: Mesh, tokens: int, times: int) -> list[Exchange]:
+    """Where blocks of tokens are spread over all devices: every device has all tokens, their router's logits and the
+    experts they chose (two arrays of ids, a count of each expert), and all experts; what they give is summed up."""
+    moe = job.shape.moe
+    assert moe is not None
+    c, everywhere = job.compute_bytes, tokens * mesh.shards
+    pairs = everywhere * moe.per_token
+    gathered = everywhere * (c * job.shape.width + c * moe.num_experts) + 8 * pairs
+    whole = expert_bytes(job, Mesh(), c)
+    return [
+        Exchange("all-gather", "data+fsdp", gathered, times, "tokens of all"),
+        Exchange("all-gather", "tensor", whole, times, "experts"),
+        Exchange("all-reduce", "data+fsdp", 4 * (pairs + moe.num_experts), times, "loads of experts"),
+        Exchange("all-reduce", "data+fsdp+tensor", c * pairs * job.shape.width, times, "what experts give"),
+    ]
+
+
+def _expert_backward(job: Job, mesh: Mesh, tokens: int, times: int) -> list[Exchange]:
+    """The gradients of what experts give, sums of those of tokens and of kernels, and all of the forward pass once more
+    where `model.remat` computes it again."""
+    moe = job.shape.moe
+    assert moe is not None
+    c, everywhere = job.compute_bytes, tokens * mesh.shards
+    rows = c * everywhere * moe.per_token * job.shape.width
+    again = _expert_exchanges(job, mesh, tokens, times) if job.config.model.remat != "none" else []
+    summed = c * everywhere * job.shape.width + expert_bytes(job, Mesh(), c)
+    return [
+        *again,
+        Exchange("all-gather", "data+fsdp", rows, times, "gradients of what experts give"),
+        Exchange("all-reduce", "data+fsdp+tensor", summed, times, "gradients of experts"),
+    ]
+
+
+def _stream(job: Job, mesh: Mesh, tokens: int, times: int, what: str) -> list[Exchange]:
+    """With `model.sequence_parallel` what products take is gathered, tokens · D (and what fills the last device's
+    share). Their sums are `_forward_exchanges`' still: the CPU's compiler adds them up whole and takes a share, others
+    scatter them, and sum and gather then send what the sum alone sends without."""
+    if not job.config.model.sequence_parallel:
+        return []
+    size = tokens * job.shape.width * job.compute_bytes
+    return [Exchange("all-gather", "tensor", size, times, what)]
 
 
 def _present(exchanges: list[Exchange], mesh: Mesh) -> tuple[Exchange, ...]:
@@ -108,7 +162,7 @@ def update_weights(job: Job, mesh: Mesh) -> Work:
 def _sampling_exchanges(job: Job, mesh: Mesh, tokens: int, passes: int, per_token: bool = False) -> list[Exchange]:
     """As `_forward_exchanges`, but for kernels that are whole already."""
     each = _forward_exchanges(job, mesh, tokens, passes, per_token)
-    return each[1:] if job.config.rollout.gather_params else each
+    return each[1:] if job.config.rollout.gather_params else each  # fsdp's gathers come first
 
 
 def prefill(job: Job, mesh: Mesh) -> Work:
@@ -119,13 +173,12 @@ def prefill(job: Job, mesh: Mesh) -> Work:
     each = _sampling_exchanges(job, mesh, tokens // r.parts, r.parts)
     if not r.gather_params:
         table = table_bytes(job, mesh, job.compute_bytes)
-        # Of the table that is looked up in here and in decoding, and the head; one less where layers are unrolled.
-        each.append(Exchange("all-gather", "fsdp", table, (2 + job.config.model.scan_layers) * r.parts, "tables"))
+        each.append(Exchange("all-gather", "fsdp", table, (1 if s.tie_embeddings else 2) * r.parts, "tables"))
     weights = held_bytes(job.whole, mesh, job.compute_bytes, gathered=True)
     traffic = r.parts * weights + 10.0 * tokens * s.width * job.compute_bytes * s.num_layers
     flops = forward_flops(job, mesh, tokens, tokens * r.prompt_length)
     lines = Lines(prompts // r.parts, tokens // r.parts, tokens // r.parts * r.prompt_length, r.parts)
-    temp = 2 * cache_bytes(job, mesh)[0] + passing_bytes(job, mesh, lines, head=False)
+    temp = 2 * cache_bytes(job, mesh)[0] + passing_bytes(job, mesh, lines, head=False, parts=1)
     return Work(flops, traffic, _present(each, mesh), temp)
 
 
@@ -166,12 +219,13 @@ def scoring(job: Job, mesh: Mesh, lines: Lines, head: bool) -> Work:
     chunks, at_once = logits_chunk(job, mesh, lines)
     flops = forward_flops(job, mesh, lines.tokens, lines.pairs) + head * head_flops(job, mesh, at_once * chunks)
     each = _forward_exchanges(job, mesh, lines.tokens, lines.passes)
+    each += _stream(job, mesh, lines.tokens, (2 * s.num_layers + 1) * lines.passes, "residual stream")
     tables = 1 + (head and not (s.tie_embeddings and chunks == 1))
     each.append(Exchange("all-gather", "fsdp", table_bytes(job, mesh, c), tables, "tables"))
     if head:
         each.append(_numbers(lines, width))
     weights = held_bytes(job.whole, mesh, c, gathered=True)
-    temp = passing_bytes(job, mesh, lines, head)
+    temp = passing_bytes(job, mesh, lines, head=head, parts=stream_parts(job, mesh))
     traffic = lines.passes * (weights + 20.0 * lines.tokens * s.width * c * s.num_layers)
     return Work(lines.passes * flops, traffic, _present(each, mesh), temp)
 
@@ -202,20 +256,33 @@ def update(job: Job, mesh: Mesh, critic: bool) -> Work:
     )
     updates = role.epochs * (config.data.train_batch_size // role.mini_batch_size)
     chunks, at_once = logits_chunk(job, mesh, lines)
+    experts = expert_flops(job, mesh, lines.tokens)
     flops = 3 * forward_flops(job, mesh, lines.tokens, lines.pairs) + recomputed_flops(job, mesh, lines)
+    flops += layers * (experts.backward - 2 * experts.forward)
+    if config.model.remat != "none":  # one of the router's two products on the way back is then cut over tensor
+        flops -= layers * 2 * lines.tokens * router_bytes(job, 1) * (1 - 1 / mesh.tensor)
     flops += 0 if critic else 4 * head_flops(job, mesh, at_once * chunks)
     trained, whole = (job.critic, job.critic_whole) if critic else (job.trained, job.whole)
     frozen = trained is not whole
     each = _forward_exchanges(job, mesh, lines.tokens, lines.passes)
     kernels, table = layer_bytes(job, mesh, c), table_bytes(job, mesh, c)
     passes, again = lines.passes, job.config.model.remat == "full"
-    backward = Exchange("all-reduce", "tensor", lines.tokens * s.width * c, (5 + again) * layers * passes, "gradients")
+    grouped = not expert_rows(job, mesh, lines.tokens)[0]
+    sums = 5 + again - (2 + again) * grouped  # the experts' own are summed up otherwise
+    backward = Exchange("all-reduce", "tensor", lines.tokens * s.width * c, sums * layers * passes, "gradients")
+    if grouped:
+        each += _expert_backward(job, mesh, lines.tokens, layers * passes)
     each += [Exchange("all-gather", "fsdp", kernels, layers * passes, "kernels, backward"), backward]
+    each += _stream(job, mesh, lines.tokens, (2 * layers + 1) * passes, "residual stream")
+    each += _stream(job, mesh, lines.tokens, (2 * layers + 1) * passes, "its gradient")
+    if config.model.remat != "none":
+        each += _stream(job, mesh, lines.tokens, 2 * layers * passes, "residual stream, recomputed")
     each.append(Exchange("all-gather", "fsdp", table, updates, "table"))
     if not frozen:
+        cut = kernels - (expert_bytes(job, mesh, c) + router_bytes(job, c) if grouped else 0)
         each += [
-            Exchange("all-reduce", "fsdp", kernels, layers * passes, "gradients of kernels"),
-            Exchange("all-reduce", "data", kernels / mesh.fsdp, layers * passes, "gradients of kernels"),
+            Exchange("all-reduce", "fsdp", cut, layers * passes, "gradients of kernels"),
+            Exchange("all-reduce", "data", cut / mesh.fsdp, layers * passes, "gradients of kernels"),
             Exchange("all-reduce", "data+fsdp", table_bytes(job, mesh, jnp.dtype(config.model.param_dtype).itemsize),
                      passes, "gradient of looked-up rows"),
         ]  # fmt: skip

@@ -117,7 +117,8 @@ def meshes(job: Job, chips: int) -> Iterator[Mesh]:
     """
     s, found, why = job.shape, 0, ""
     for tensor in (t for t in range(1, chips + 1) if chips % t == 0):
-        if any(size % tensor for size in (s.num_kv_heads, s.num_heads, s.mlp_width, s.vocab_size)):
+        inner = s.mlp_width if s.moe is None else s.moe.num_experts
+        if any(size % tensor for size in (s.num_kv_heads, s.num_heads, inner, s.vocab_size)):
             continue
         for fsdp in (f for f in range(1, chips // tensor + 1) if chips // tensor % f == 0 and s.width % f == 0):
             mesh = Mesh(chips // tensor // fsdp, fsdp, tensor)

@@ -22,9 +22,10 @@ class Display(Protocol):
 
 def make_display(kind: str, *, name: str, total_steps: int, log_interval: int) -> Display:
     """The display for `logging.progress`: auto is rich in a terminal, else plain; rich needs one that knows Unicode."""
-    unicode = (sys.stdout.encoding or "").lower().startswith("utf")
+    stdout: Any = sys.stdout  # None where the process began without one
+    unicode = (getattr(stdout, "encoding", None) or "").lower().startswith("utf")
     match kind:
-        case "none":
+        case _ if kind == "none" or stdout is None:
             return NoDisplay()
         case "rich" | "auto" if unicode and (kind == "rich" or sys.stdout.isatty()):
             return RichDisplay(name, total_steps)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import re
@@ -9,15 +10,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from jaxrl_llm.checkpoint import Checkpoints
-from jaxrl_llm.config import Config, resume_differences, to_json
+from jaxrl_llm.checkpoint import CHECKSUMS, Checkpoints
+from jaxrl_llm.config import Config, from_json, resume_differences, to_json
 from jaxrl_llm.curriculum import Curriculum
 from jaxrl_llm.errors import StorageError, UserError, nearest
 from jaxrl_llm.loading import Inputs, abstract_state, frozen_base, initial_state
 from jaxrl_llm.peers import Peers
 from jaxrl_llm.steps.phases import Program
 from jaxrl_llm.types import RunState
-from jaxrl_llm.writers import previous_config
+from jaxrl_llm.writers import MODEL, previous_config
 
 EVALUATED = r"val-core/.+/reward/mean@\d+"
 
@@ -43,7 +44,7 @@ class Keeper:
           UserError: the folder holds a run with another configuration.
           StorageError: no checkpoint is whole though there were some; or one is not, and `strict`.
         """
-        self.config = config
+        self.config, self._workdir = config, workdir
         self.notes: list[str] = []  # to tell, for whoever does
         self._looked_for = False  # the best metric, and it was not there
         self.step: int | None = None  # that the run goes on from; None: it starts
@@ -51,10 +52,11 @@ class Keeper:
         self.pending: dict[str, float] | None = None
         self.best: Best | None = None
         self._checkpoints, self._saved = None, set[int]()
+        self._data: dict[str, Any] = {}  # by which the training data is known again
         if workdir is None:
             return
-        changed = _check_config(config, workdir)
         self._checkpoints = Checkpoints(workdir / "checkpoints", keep=config.trainer.keep_checkpoints)
+        changed = _check_config(config, workdir, self._checkpoints)
         found = self._checkpoints.newest_good(strict=strict)
         (self.step, problems), steps = Peers.of_run().share((found, self._checkpoints.steps()))[0]
         # Not asked again of the folder, of which one process may know a little later than another.
@@ -71,6 +73,7 @@ class Keeper:
           StorageError: the checkpoint is of another model, optimizer or dtype, or does not fit the data.
         """
         curriculum = _new_curriculum(self.config, inputs)
+        self._data = inputs.train.fingerprint if inputs.train and self._checkpoints else {}
         if self._checkpoints is None or self.step is None:
             return initial_state(program, inputs), 0, curriculum
         state, meta = self._checkpoints.restore(abstract_state(program), self.step)
@@ -80,6 +83,13 @@ class Keeper:
             except (KeyError, ValueError) as error:
                 where = self._checkpoints.folder / str(self.step)
                 raise StorageError(f"{where}: does not fit the data: {error}") from error
+        if (before := meta.get("data", self._data)) != self._data:
+            then, now = before["prompts"], self._data["prompts"]
+            how = f"{then} prompts then, {now} now" if then != now else "as many prompts, of other tokens"
+            self.notes.append(
+                f"notice: the training data (or the tokenizer) is not what it was at step {self.step}: {how}; the run "
+                "goes on with it, but not as it would have"
+            )
         if pending := meta.get("pending"):
             self.pending = {name: math.nan if value is None else value for name, value in pending.items()}
         if (best := meta.get("best")) and best["metric"] == self.config.trainer.best_metric:
@@ -107,7 +117,7 @@ class Keeper:
             return
         self._saved.add(step)
         self.consider(step, metrics)
-        meta: dict[str, Any] = {"cursor": cursor, "config": to_json(self.config)}
+        meta: dict[str, Any] = {"cursor": cursor, "config": to_json(self.config), "data": self._data}
         if curriculum is not None:
             meta["curriculum"] = curriculum.to_json()
         if pending is not None:
@@ -127,6 +137,15 @@ class Keeper:
             self.notes.append(f"notice: trainer.best_metric = {name!r}: no such metric; {nearest(name, metrics)}")
         if score is not None and (self.best is None or score > self.best.score):
             self.best = Best(name, step, score)
+
+    def is_exported(self, step: int) -> bool:
+        """Whether the model of this step, the last one, is written: not if the run was killed before that."""
+        if self._workdir is None:
+            return True
+        model = self._workdir / MODEL / "config.json"
+        saved = self._workdir / "checkpoints" / str(step) / CHECKSUMS
+        found = model.is_file() and (not saved.is_file() or model.stat().st_mtime >= saved.stat().st_mtime)
+        return Peers.of_run().share(found)[0]
 
     def release(self) -> None:
         if self._checkpoints:
@@ -162,16 +181,30 @@ def _evaluated(metrics: Mapping[str, float]) -> list[float]:
     return [value for name, value in metrics.items() if re.fullmatch(EVALUATED, name)]
 
 
-def _check_config(config: Config, workdir: Path) -> list[str]:
+def _check_config(config: Config, workdir: Path, checkpoints: Checkpoints) -> list[str]:
     """How the configuration differs, as it may, from that of the run in the folder."""
-    before = previous_config(workdir)
+    told = []
+    try:
+        before = previous_config(workdir)
+    except UserError as error:  # a checkpoint has it too
+        if (before := _saved_config(checkpoints)) is None:
+            raise
+        told = [f"notice: the configuration is that of the newest checkpoint: {error}"]
     if before is None:
         return []
     changed, refused = resume_differences(before, config)
     if refused:
         lines = "\n  ".join(refused)
         raise UserError(f"{workdir} holds a run with another configuration; use another --workdir:\n  {lines}")
-    return changed
+    return [*told, *changed]
+
+
+def _saved_config(checkpoints: Checkpoints) -> Config | None:
+    """That of the newest checkpoint that has one."""
+    for step in reversed(checkpoints.steps()):
+        with contextlib.suppress(StorageError, KeyError, UserError):
+            return from_json(checkpoints.read_meta(step)["config"])
+    return None
 
 
 def _new_curriculum(config: Config, inputs: Inputs) -> Curriculum | None:

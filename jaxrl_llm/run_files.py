@@ -6,11 +6,15 @@ import contextlib
 import json
 import math
 import os
+import re
+import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
 
 from jaxrl_llm.errors import StorageError
+
+LOCK = "lock"  # see run_mark.py
 
 
 def read_jsonl(path: str | Path) -> list[dict[str, Any]]:
@@ -19,7 +23,7 @@ def read_jsonl(path: str | Path) -> list[dict[str, Any]]:
     Raises:
       StorageError: another line is not JSON.
     """
-    *lines, _ = Path(path).read_text(encoding="utf-8").split("\n")
+    *lines, _ = Path(path).read_bytes().split(b"\n")
     found = []
     for number, line in enumerate(lines, 1):
         try:
@@ -27,6 +31,15 @@ def read_jsonl(path: str | Path) -> list[dict[str, Any]]:
         except ValueError as error:
             raise StorageError(f"{path}:{number}: not JSON: {error}") from error
     return found
+
+
+def numbered(folder: Path, pattern: str) -> list[tuple[int, Path]]:
+    """What a run has named by a step, with it, oldest first; "4 (copy)" and "4.bak", which a person made, are no steps.
+
+    Args:
+      pattern: such as "rollouts/*.jsonl".
+    """
+    return sorted((int(path.stem), path) for path in folder.glob(pattern) if re.fullmatch(r"\d+", path.stem, re.ASCII))
 
 
 def append_jsonl(path: Path, *rows: Mapping[str, Any]) -> None:
@@ -39,18 +52,50 @@ def append_jsonl(path: Path, *rows: Mapping[str, Any]) -> None:
         file.writelines(map(to_line, rows))
 
 
-def keep_steps(path: Path, last: int) -> None:
-    """Drops the lines after step `last`, and one that was cut short."""
-    if path.exists():
-        replace_file(path, "".join(to_line(row) for row in read_jsonl(path) if row["step"] <= last))
+def keep_steps(path: Path, last: int | None) -> list[str]:
+    """Drops the lines after step `last` (None: lines have no step), one that was cut short, and damaged ones, of which
+    a copy of the file stays.
+
+    Returns:
+      What a person should know.
+    """
+    if not path.exists():
+        return []
+    *lines, cut = path.read_bytes().split(b"\n")
+    rows = [_row(line, steps=last is not None) for line in lines]
+    kept = [line for line, row in zip(lines, rows, strict=True) if row and (last is None or row["step"] <= last)]
+    bad = [number for number, row in enumerate(rows, 1) if row is None]
+    damaged = path.with_name(f"damaged-{path.name}")
+    if bad:
+        shutil.copyfile(path, damaged)
+    if cut or len(kept) < len(lines):
+        replace_file(path, "".join(f"{line.decode()}\n" for line in kept))
+    if not bad:
+        return []
+    count = f"{len(bad)} of {len(lines)} lines are damaged, the first: {bad[0]}"
+    return [f"{path}: {count}; the others are kept, and the file as it was in {damaged.name}"]
+
+
+def _row(line: bytes, steps: bool) -> dict[str, Any] | None:
+    """None: the line is not one that a run has written."""
+    try:
+        row = json.loads(line.decode())
+    except ValueError:
+        return None
+    return row if isinstance(row, dict) and (not steps or isinstance(row.get("step"), int)) else None
 
 
 def replace_file(path: Path, text: str) -> None:
     """Writes a file in one piece: whoever looks finds the old one or the new one."""
     unfinished = path.with_name(f"{path.name}.tmp")
-    with _open(unfinished, "w") as file:
-        file.write(text)
-    os.replace(unfinished, path)
+    try:
+        with _open(unfinished, "w") as file:
+            file.write(text)
+        os.replace(unfinished, path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            unfinished.unlink()
+        raise
 
 
 def to_line(row: Mapping[str, Any]) -> str:

@@ -4,6 +4,10 @@ there.
 Mesh axes: `data` (rows), `fsdp` (rows, and parameters cut along their `embed` axis), `tensor` (heads, mlp, vocabulary,
 experts).
 Rows of a batch are spread over data and fsdp together. On one device every rule is the identity.
+
+With `sequence_parallel` the residual stream is cut over `tensor` as well, along its tokens (Korthikanti et al. 2022,
+arXiv:2205.05198): what lies between two products, and what a backward pass keeps of each layer, takes a share of the
+memory. Products want all tokens; to gather them and to scatter their sums costs what the sums alone cost before.
 """
 
 from __future__ import annotations
@@ -34,6 +38,7 @@ RULES: dict[str, str | tuple[str, ...]] = {
     "vocab": "tensor",
     "expert": "tensor",
     "blocks": AXES,  # of tokens that go to one expert
+    "length": "tensor",  # tokens of a row in the residual stream, with `Layout.sequence_parallel`
 }  # any other logical axis ("layers", None) is not cut
 
 
@@ -57,6 +62,7 @@ class Layout:
     """Shardings on one mesh."""
 
     mesh: Mesh
+    sequence_parallel: bool = False  # whether the axis "length" is cut
 
     @classmethod
     def single(cls) -> Layout:
@@ -78,7 +84,9 @@ class Layout:
         return NamedSharding(self.mesh, PartitionSpec(BATCH_AXES))
 
     def named(self, axes: tuple[str | None, ...]) -> NamedSharding:
-        return NamedSharding(self.mesh, PartitionSpec(*(RULES.get(axis) if axis else None for axis in axes)))
+        uncut = () if self.sequence_parallel else ("length",)
+        rules = (RULES.get(axis) if axis and axis not in uncut else None for axis in axes)
+        return NamedSharding(self.mesh, PartitionSpec(*rules))
 
     def constrain(self, x: Array, axes: tuple[str | None, ...]) -> Array:
         """x, kept in the layout of its logical axes (for use under jit); blocks stay whole where the mesh does not
@@ -95,12 +103,18 @@ class Layout:
             return tree
         return jax.tree.map(lambda x: jax.lax.with_sharding_constraint(x, self.rows), tree)
 
-    def undo_fsdp(self, params: Any, declaration: Any) -> Any:
-        """Declared parameters, kept whole over fsdp (for use under jit)."""
+    def undo_fsdp(self, params: Any, declaration: Any, only: str | None = None) -> Any:
+        """Declared parameters, kept whole over fsdp (for use under jit).
+
+        Args:
+          only: a logical axis; what has no such axis stays as it is. None: nothing does.
+        """
         declared = dict(jax.tree.flatten_with_path(declaration, is_leaf=lambda x: isinstance(x, Param))[0])
 
         def one(path: Any, x: Array) -> Array:
-            if path not in declared:  # the scales of quantized kernels, which are small
+            if path not in declared:  # the scales of quantized kernels, which are small; layers that lie apart
+                return x
+            if only and only not in declared[path].axes:
                 return x
             return self.constrain(x, tuple(None if RULES.get(a or "") == "fsdp" else a for a in declared[path].axes))
 

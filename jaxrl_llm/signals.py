@@ -1,8 +1,9 @@
 """Signals that ask a run to stop, as schedulers send them before they take a machine away.
 
-SIGTERM (Kubernetes, spot machines, `scancel`) and SIGUSR1 (SLURM's `--signal=USR1@120`) let the step end; the run saves
-and its command exits with 75. The same signal once more changes nothing: launchers often deliver it twice. Before the
-first step, where nothing is lost, the run ends at once. Ctrl-C stays what it is.
+SIGTERM (Kubernetes, spot machines, `scancel`), SIGUSR1 (SLURM's `--signal=USR1@120`) and SIGHUP (a terminal that is
+closed; not where it is ignored, as under `nohup`) let the step end; the run saves and its command exits with 75. The
+same signal once more changes nothing: launchers often deliver it twice. Before the first step, where nothing is lost,
+the run ends at once. Ctrl-C stays what it is.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import Any
 
 from jaxrl_llm.errors import TryAgain
 
-STOPPING = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGUSR1") if hasattr(signal, name))
+STOPPING = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGUSR1", "SIGHUP") if hasattr(signal, name))
 
 
 class StopSignals:
@@ -36,6 +37,8 @@ class StopSignals:
         before: dict[signal.Signals, Any] = {}
         try:
             for number in STOPPING:
+                if number.name == "SIGHUP" and signal.getsignal(number) is signal.SIG_IGN:
+                    continue
                 before[number] = signal.signal(number, self._handle)
             yield
         finally:

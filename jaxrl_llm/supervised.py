@@ -12,7 +12,7 @@ from jaxrl_llm.command_line import keep_programs, make_parser, parse_args
 from jaxrl_llm.compile_log import Report
 from jaxrl_llm.compiled import Compiled, CompiledTraining, compile_training
 from jaxrl_llm.data import PromptBatch
-from jaxrl_llm.errors import exit_code
+from jaxrl_llm.errors import exit_code, say
 from jaxrl_llm.evaluation import Evaluators, evaluation_programs
 from jaxrl_llm.guard import run_guarded
 from jaxrl_llm.lengths import Lengths
@@ -89,6 +89,6 @@ def command(name: str, about: str, start: Callable[..., Run], argv: Sequence[str
         config, args = parse_args(make_parser(name, about), sys.argv[1:] if argv is None else argv)
         keep_programs(config.trainer.compilation_cache)
         run_guarded(start, config, args)
-        print(f"done: {Path(args.workdir)}; next: python -m jaxrl_llm.export {args.workdir} FOLDER")
+        say(f"done: {Path(args.workdir)}; next: python -m jaxrl_llm.export {args.workdir} FOLDER")
 
     return exit_code(body)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -27,6 +27,7 @@ class Timers:
         self.seconds: dict[str, float] = {}
         self.step = 0  # that is being done, from 1
         self.phase = ""  # that is running, or that an exception ended
+        self.entered: Callable[[str], None] | None = None  # told of each phase that begins or is come back to
         self._watchdog = watchdog or Watchdog()
 
     def reset(self, step: int) -> None:
@@ -38,11 +39,17 @@ class Timers:
 
     @contextlib.contextmanager
     def __call__(self, phase: str) -> Iterator[Any]:
-        outer, self.phase, start = self.phase, phase, time.perf_counter()
+        outer, start = self.phase, time.perf_counter()
+        self._enter(phase)
         with self._watchdog.phase(phase), annotated(phase, self.step):
             yield jax.block_until_ready
         self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - start
-        self.phase = outer
+        self._enter(outer)
+
+    def _enter(self, phase: str) -> None:
+        self.phase = phase
+        if self.entered:
+            self.entered(phase)
 
 
 def host_metrics(metrics: Any, updated: dict[str, list[Any]], prefix: Mapping[str, str] | None = None) -> Metrics:

@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 
 from jaxrl_llm.command_line import join_peers, keep_programs, make_parser, parse_args
-from jaxrl_llm.errors import exit_code, leave
+from jaxrl_llm.errors import exit_code, leave, say
 from jaxrl_llm.guard import run_guarded
 
 
@@ -45,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         steps = Steps.parse(args.profile_steps) if args.profile_steps else Steps() if args.profile else None
         run_guarded(partial(fit, profile=steps), config, args)
         if speaks:
-            print(f"done: {Path(args.workdir)} holds metrics.jsonl, samples.jsonl and checkpoints/")
+            say(f"done: {Path(args.workdir)} holds metrics.jsonl, samples.jsonl and checkpoints/")
 
     return exit_code(body)
 

@@ -25,14 +25,14 @@ from jaxrl_llm.compile_log import CompileLog, Report
 from jaxrl_llm.compiled import Compiled, CompiledTraining, compile_step, step_programs
 from jaxrl_llm.config import Config
 from jaxrl_llm.data import PromptBatch
-from jaxrl_llm.errors import OutOfMemory, RunAborted, StorageError, TryAgain, UserError, is_out_of_memory
+from jaxrl_llm.errors import OutOfMemory, RunAborted, StorageError, TryAgain, is_out_of_memory
 from jaxrl_llm.evaluation import Evaluators, evaluation_programs, make_evaluators
 from jaxrl_llm.guard import Guard
 from jaxrl_llm.health import why_stop
 from jaxrl_llm.input_notes import input_notes
 from jaxrl_llm.lengths import Lengths
 from jaxrl_llm.loading import Inputs, build_program, load_inputs, make_layout, ordinary_policy
-from jaxrl_llm.memory import explain, memory_metrics
+from jaxrl_llm.memory import explain, memory_metrics, tell_of_killed
 from jaxrl_llm.metrics import extras_metrics, timing_metrics
 from jaxrl_llm.models.hf_export import export_policy
 from jaxrl_llm.order import epoch_steps
@@ -42,13 +42,14 @@ from jaxrl_llm.profiling import Profile, Steps
 from jaxrl_llm.resume import Keeper
 from jaxrl_llm.reward_scorer import RewardScorer, make_scorer
 from jaxrl_llm.rewards import Scores
+from jaxrl_llm.run_mark import RunMark, hold
 from jaxrl_llm.samplers import make_sampler
 from jaxrl_llm.samples import rollout_rows, sample_rows
 from jaxrl_llm.sharding import abstract_like, fetch
 from jaxrl_llm.steps.phases import Program
 from jaxrl_llm.timers import Timers, host_metrics
 from jaxrl_llm.types import Batch, RunState
-from jaxrl_llm.writers import RunWriter, SilentWriter, check_loggers, machine_facts
+from jaxrl_llm.writers import MODEL, RunWriter, SilentWriter, check_loggers, check_workdir, machine_facts, storage
 
 Metrics = dict[str, float]
 
@@ -108,10 +109,10 @@ class Run:
         self.config, self._guard = config, guard or Guard()
         self._timers = Timers(self._guard.watchdog)
         self._workdir = None if workdir is None else Path(workdir)
-        if self._workdir and self._workdir.exists() and not self._workdir.is_dir():
-            raise UserError(f"--workdir {workdir}: is a file; expected a folder, or nothing yet")
+        check_workdir(config, self._workdir)
         self._writer: RunWriter | None = None
         self._profiled, self._profile = profile, None
+        self._mark: RunMark | None = None
         self._keeper, self._evaluator, self._peers = None, None, Peers.of_run()
         with self._timers("start"):
             self._inputs = load_inputs(config, check=self._check_record)
@@ -131,6 +132,7 @@ class Run:
         self._scorer, self._inputs = self._make_scorer()
         self._program = self._make_program()
         self._try_out()
+        self._mark = hold(self._workdir, self._peers)
         self._keeper = keeper = Keeper(config, self._workdir, strict=strict_resume)
         self._state, self._cursor, self._curriculum = keeper.restore(self._program, self._inputs)
         try_out(self._inputs)
@@ -148,7 +150,12 @@ class Run:
             }
             silent = SilentWriter(config, self.total_steps)
             self._writer = RunWriter(workdir, config, **given) if self._peers.first else silent
-            self._guard.watchdog.tell = self._writer.stuck
+            self._guard.watchdog.tell = self._stuck
+            self._mark = hold(self._workdir, self._peers, self._mark)
+            if mark := self._mark:
+                self._timers.entered = lambda phase: mark.at(self.step, phase)
+                if mark.killed:
+                    self._note(f"notice: {tell_of_killed(config, mark.killed)}")
             if self._profiled and self._peers.first and self.step < self.total_steps:
                 where = {"step": self.step, "total": self.total_steps, "note": self._note}
                 self._profile = Profile(self._profiled, Path(workdir), **where)
@@ -156,7 +163,10 @@ class Run:
         self._note_inputs()
         self._tell_of_checkpoints()
         if self.step < self.total_steps:
-            with CompileLog(self._busy, self._note, expected=self._programs()) as report:
+            with (
+                self._timers("compile"),
+                CompileLog(self._busy, self._note, expected=self._programs()) as report,
+            ):
                 if self._scorer:
                     self._scorer.compile(report)
                 self._compile(report)
@@ -230,6 +240,8 @@ class Run:
                 self._write(0, self._evaluate())
             if keeper.pending is not None:
                 self._write(self.step, self._finished(keeper.pending))
+            if self.step >= self.total_steps and config.trainer.export and not keeper.is_exported(self.step):
+                self._export()
             self._guard.signals.stepping, unfinished, asked = True, None, ""
             while self.step < self.total_steps:
                 keeper.poll()
@@ -344,13 +356,15 @@ class Run:
             try:
                 if self._keeper:
                     self._keeper.close()
-            except StorageError as failure:
+            except (StorageError, OutOfMemory) as failure:
                 failed = failure
                 if error is not None:
                     self._note(str(failure))
             if self._writer:
                 writer, self._writer = self._writer, None
                 writer.close(error or failed)
+            if self._mark:
+                self._mark.close()
         if failed and error is None:
             raise failed
 
@@ -464,13 +478,14 @@ class Run:
     def _export(self) -> None:
         if self._workdir is None:
             return
-        folder = self._workdir / "model"
+        folder = self._workdir / MODEL
         policy = ordinary_policy(self._program, self._inputs, self._state)
         policy = fetch(policy) if self._peers.count > 1 else policy
         if self._peers.first:
-            if folder.exists():  # of this run, when it was shorter
-                shutil.rmtree(folder)
-            export_policy(folder, policy, self._inputs.folder)
+            with storage(folder):
+                if folder.exists():  # of this run, when it was shorter
+                    shutil.rmtree(folder)
+                export_policy(folder, policy, self._inputs.folder)
         self._note(f"model: {folder}")
 
     def _write(self, step: int, metrics: Metrics) -> None:
@@ -482,6 +497,13 @@ class Run:
         self._guard.watchdog.alive()
         if self._writer:
             self._writer.busy(text)
+
+    def _stuck(self, why: str) -> None:
+        """The watchdog is about to end the process."""
+        if self._writer:
+            self._writer.stuck(why)
+        if self._mark:
+            self._mark.close()
 
     def _note(self, text: str) -> None:
         self._guard.watchdog.alive()  # to compile every program may take long, to compile one may not

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Protocol, Self
 
 import chex
 import jax
@@ -246,33 +246,40 @@ def _reject(bad: np.ndarray, name: str, what: str) -> None:
         raise ValueError(f"batch.{name}: row {row}, column {column} {what}")
 
 
-class KVCache(struct.PyTreeNode):
-    """Keys and values: the prompts' part once per prompt, shared by its n rows, and each row's own part.
+class Cache(Protocol):
+    """What a model keeps of the tokens of B rows while they are sampled: keys and values (models/cache.py), or what
+    stands for them. The prompts' part is there once per prompt, shared by its n rows."""
 
-    Slot i of a prompt holds its i-th real token (padding takes no slot) at position i; slot r of a row holds position
-    prompt_length + r. What lies at or after `length` is undefined and never seen. `prompt_k` may have width 0: such a
-    cache is what prompts are prefilled into, before `fork` makes its rows the prompts of others.
-    """
+    @property
+    def start(self) -> Array: ...  # int32 [B], the position of each row's first token of its own
 
-    prompt_k: Array  # compute dtype [L, G, P, KV, H]
-    prompt_v: Array  # compute dtype [L, G, P, KV, H]
-    prompt_length: Array  # int32 [G]
-    k: Array  # compute dtype [L, B, R, KV, H]
-    v: Array  # compute dtype [L, B, R, KV, H]
-    length: Array  # int32 [B], slots filled
+    @property
+    def length(self) -> Array: ...  # int32 [B], tokens of its own
 
-    def fork(self, n: int, width: int) -> KVCache:
-        """A cache of n rows per row of this one, which becomes their shared prompt; `width` empty slots each."""
-        layers, rows, _, heads, size = self.k.shape
-        empty = jnp.zeros((layers, rows * n, width, heads, size), self.k.dtype)
-        return KVCache(
-            prompt_k=self.k,
-            prompt_v=self.v,
-            prompt_length=self.length,
-            k=empty,
-            v=empty,
-            length=jnp.zeros(rows * n, jnp.int32),
-        )
+    def fork(self, n: int, width: int) -> Self:
+        """A cache of n rows per row of this one, which becomes their shared prompt; room for `width` tokens each."""
+        ...
+
+    def grow(self, width: int) -> Self:
+        """The same with room for `width` tokens a row."""
+        ...
+
+    def in_step(self) -> Self:
+        """The same, with the promise that its rows have equal lengths, take one token at a time, and that a row that
+        is passed over once gets no more."""
+        ...
+
+    def out_of_step(self) -> Self:
+        """The same without that promise."""
+        ...
+
+    def take(self, rows: Array) -> Self:
+        """The cache of some rows, int32 [S, b]: of each of S equal parts of the rows the same number."""
+        ...
+
+    def put(self, rows: Array, part: Self) -> Self:
+        """The cache with what `part`, once `take(rows)` of it, has become."""
+        ...
 
 
 class DecodeState(struct.PyTreeNode):
@@ -341,7 +348,7 @@ class Model:
     """
 
     declare: Callable[[], Any]  # () -> tree of Param
-    forward: Callable[..., tuple[Array, KVCache | None]]
+    forward: Callable[..., tuple[Array, Any]]
     heads: Mapping[str, Callable[[Params, Array], Array]]
-    init_cache: Callable[[int, int], KVCache]  # (rows, width) -> empty cache without prompts
+    init_cache: Callable[[int, int], Any]  # (rows, width) -> empty `Cache` without prompts
     vocab_size: int  # rows of the embedding

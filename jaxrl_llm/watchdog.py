@@ -81,7 +81,8 @@ class Watchdog:
         if self._exit:
             self._exit.set(self._seconds + 2 * LATER if phase else 0.0)
         if phase:  # where the system has no such timer, faulthandler ends the process, with its exit code 1
-            faulthandler.dump_traceback_later(self._seconds + LATER, file=STDERR, exit=self._exit is None)
+            with contextlib.suppress(RuntimeError):  # memory is short: no thread. The phase will say so better
+                faulthandler.dump_traceback_later(self._seconds + LATER, file=STDERR, exit=self._exit is None)
         else:
             faulthandler.cancel_dump_traceback_later()
 

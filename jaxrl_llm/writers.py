@@ -10,24 +10,48 @@ import shlex
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
 
 from jaxrl_llm.config import Config, from_json, to_json
-from jaxrl_llm.errors import StorageError, TryAgain, UserError
+from jaxrl_llm.errors import TryAgain, UserError
 from jaxrl_llm.loggers import STATE, Logger, check_loggers, open_loggers
-from jaxrl_llm.progress import make_display
+from jaxrl_llm.progress import Display, NoDisplay, make_display
 from jaxrl_llm.report import write_report
 from jaxrl_llm.report_numbers import Score, evaluated, failed_share
-from jaxrl_llm.run_files import append_jsonl, keep_steps, read_jsonl, replace_file, storage, to_line
+from jaxrl_llm.run_files import LOCK, append_jsonl, keep_steps, numbered, read_jsonl, replace_file, storage, to_line
 
-__all__ = ["RunWriter", "check_loggers", "machine_facts", "previous_config", "read_jsonl"]
+__all__ = ["RunWriter", "check_loggers", "machine_facts", "previous_config", "read_jsonl", "storage"]
 
+MODEL = "model"  # where trainer.export puts it, in a run's folder
 REPORT_SECONDS = 30.0  # at least, between two reports of a run that goes on
 REPORT_SHARE = 0.01  # of the time, at most, goes into them
+
+
+def check_workdir(config: Config, workdir: Path | None) -> None:
+    """
+    Raises:
+      UserError: it can be no run's folder, whatever the disk allows.
+    """
+    if workdir is None:
+        return
+    wrong = "is a file; expected a folder, or nothing yet"
+    try:
+        str(workdir).encode()  # orbax needs names in UTF-8
+        workdir.lstat()
+    except FileNotFoundError:
+        return
+    except (OSError, ValueError) as error:
+        unknown = "a name that is not UTF-8 (of LC_ALL=C, perhaps)" if isinstance(error, ValueError) else error.strerror
+        raise UserError(f"--workdir {str(workdir)[:200]!r}: {unknown}; give another folder") from error
+    if not workdir.exists():
+        raise UserError(f"--workdir {workdir}: links to {os.readlink(workdir)!r}, and nothing is there")
+    for path in (workdir, workdir / "checkpoints", *([workdir / MODEL] if config.trainer.export else [])):
+        if path.exists() and not path.is_dir():
+            raise UserError(f"--workdir {workdir}: " + (wrong if path == workdir else f"{path.name} in it {wrong}"))
 
 
 def previous_config(workdir: str | Path) -> Config | None:
@@ -38,7 +62,9 @@ def previous_config(workdir: str | Path) -> Config | None:
     """
     path = Path(workdir) / "config.json"
     if not path.exists():
-        there = sorted(x.name for x in Path(workdir).iterdir() if x.name[0] != ".") if path.parent.is_dir() else []
+        found = path.parent.iterdir() if path.parent.is_dir() else ()
+        # Beside what a person cannot see, what a start leaves that found no room.
+        there = sorted(x.name for x in found if x.name[0] != "." and x.name not in ("config.json.tmp", LOCK))
         if there:
             more = f" and {len(there) - 3} more" if len(there) > 3 else ""
             raise UserError(
@@ -48,7 +74,9 @@ def previous_config(workdir: str | Path) -> Config | None:
         return None
     try:
         text = path.read_text(encoding="utf-8")
-        if "model_type" in json.loads(text):
+        if not isinstance(plain := json.loads(text), dict):
+            raise UserError(f"expected a configuration, found {text:.40}")
+        if "model_type" in plain:
             raise UserError("is a model's: the folder holds a model and no run; give another --workdir")
         return from_json(text)
     except ValueError as error:
@@ -115,19 +143,20 @@ class RunWriter:
             self.workdir.mkdir(parents=True, exist_ok=True)
             earlier = _set_aside(self.workdir) if resumed_step < 0 else None
             replace_file(self.workdir / "config.json", to_json(config) + "\n")
-            keep_steps(self.workdir / "metrics.jsonl", resumed_step - unfinished)
-            keep_steps(self.workdir / "samples.jsonl", resumed_step)
-            for path in [*self.workdir.glob("rollouts/*.jsonl"), *self.workdir.glob("evaluations/*.jsonl")]:
-                if int(path.stem) > resumed_step:
-                    path.unlink()
+            told = keep_steps(self.workdir / "metrics.jsonl", resumed_step - unfinished)
+            told += keep_steps(self.workdir / "samples.jsonl", resumed_step)
+            told += keep_steps(self.workdir / "events.jsonl", None)
+            for folder in ("rollouts", "evaluations"):
+                for step, path in numbered(self.workdir, f"{folder}/*.jsonl"):
+                    if step > resumed_step:
+                        path.unlink()
+            told += _missing_steps(self.workdir / "metrics.jsonl", resumed_step - unfinished)
         self._loggers = open_loggers(config, self.workdir, resumed_step + 1)
         self._event("start", step=self._last, total_steps=total_steps, machine=machine or {})
-        self._display = make_display(
-            config.logging.progress,
-            name=config.logging.name,
-            total_steps=total_steps,
-            log_interval=config.trainer.log_interval,
-        )
+        self._display: Display = NoDisplay()
+        self._show(self._open_display)
+        for text in told:
+            self.note(f"notice: {text}")
         if earlier:
             self.note(
                 f"{self.workdir} held a run without a checkpoint: this one starts anew; its files are in {earlier}"
@@ -147,7 +176,7 @@ class RunWriter:
         for logger in self._loggers[:]:
             with self._told(logger):
                 logger.log(step, numbers)
-        self._display.step(step, numbers)
+        self._show(lambda display: display.step(step, numbers))
         if time.monotonic() >= self._report_due:
             self._report()
 
@@ -164,7 +193,7 @@ class RunWriter:
             them (samples.py) and whatever else is known.
         """
         append_jsonl(self.workdir / "samples.jsonl", *({"step": step, **row} for row in rows))
-        self._display.samples(step, rows)
+        self._show(lambda display: display.samples(step, rows))
 
     def rollouts(self, step: int, rows: Iterable[Mapping[str, Any]]) -> None:
         """Every response of a step, one a line, in rollouts/STEP.jsonl; arrays become lists."""
@@ -183,7 +212,7 @@ class RunWriter:
     def note(self, text: str) -> None:
         """A sentence for the person who watches."""
         self._event("note", text=text)
-        self._display.note(text)
+        self._show(lambda display: display.note(text))
 
     def busy(self, text: str) -> None:
         """What has begun and may take long: shown until the next note, and not written down."""
@@ -214,10 +243,24 @@ class RunWriter:
                 self._report()
                 summary = self._summary(done)
         finally:
-            self._display.close(summary)
+            self._show(lambda display: display.close(summary))
             for logger in self._loggers[:]:
                 with self._told(logger):
                     logger.close()
+
+    def _open_display(self, none: Display) -> None:
+        del none
+        logging, interval = self._config.logging, self._config.trainer.log_interval
+        about: dict[str, Any] = {"name": logging.name, "total_steps": self._total_steps, "log_interval": interval}
+        self._display = make_display(logging.progress, **about)
+
+    def _show(self, show: Callable[[Display], None]) -> None:
+        """Goes on without a display where what it is shown on is gone: a terminal, a pipe's reader, room on a disk."""
+        try:
+            show(self._display)
+        except (OSError, ValueError) as error:  # the latter where the stream was closed
+            self._display = NoDisplay()
+            self._event("note", text=f"progress is no longer shown: {type(error).__name__}: {error}")
 
     @contextlib.contextmanager
     def _told(self, logger: Logger) -> Iterator[None]:
@@ -238,8 +281,6 @@ class RunWriter:
         start = time.monotonic()
         try:
             write_report(self.workdir)
-        except StorageError:
-            raise
         except Exception as error:  # whatever is wrong with the page, the run goes on
             self.note(f"report.html is not written: {type(error).__name__}: {error}")
         spent = time.monotonic() - start
@@ -255,7 +296,8 @@ class RunWriter:
             lines.append(f"the reward failed on {failed:.1%} of the responses in training (events.jsonl tells why)")
         if self._config.logging.report:
             lines.append(f"report: {self.workdir / 'report.html'}")
-        steps = [int(path.parent.name) for path in self.workdir.glob("checkpoints/[0-9]*/checksums.json")]
+        kept = self.workdir.glob("checkpoints/[0-9]*/checksums.json")
+        steps = [int(path.parent.name) for path in kept if path.parent.name.isdecimal()]
         if steps:
             lines.append(f"checkpoint: {self.workdir / 'checkpoints' / str(max(steps))}")
             if not done:
@@ -317,6 +359,16 @@ def _scores(row: Mapping[str, Any]) -> str:
     found += f"; {others}" if others else ""
     failed = row.get("failed")
     return found + (f"; the reward failed on {failed:.1%} of the responses, which count as 0" if failed else "")
+
+
+def _missing_steps(metrics: Path, last: int) -> list[str]:
+    """What is to be told where steps up to `last` have no line."""
+    there = {row["step"] for row in read_jsonl(metrics)} if metrics.exists() else set[int]()
+    missing = [step for step in range(1, last + 1) if step not in there]
+    if not missing:
+        return []
+    lines = f"{len(missing)} of {last} lines" if len(missing) > 1 else "a line"
+    return [f"{metrics} lacks {lines}, the first of step {missing[0]}; the run goes on without"]
 
 
 def _set_aside(workdir: Path) -> Path | None:

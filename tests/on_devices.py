@@ -1,6 +1,7 @@
 """What test_sharding.py asks of eight devices: `python -m tests.on_devices JOB FILE` pickles what a job finds.
 
-It is a process of its own, since the number of CPU devices is fixed when jax starts.
+It is a process of its own, since the number of CPU devices is fixed when jax starts. COORDINATOR COUNT INDEX behind
+that makes it one of several, the first of which writes the file (test_processes.py).
 """
 
 from __future__ import annotations
@@ -24,17 +25,18 @@ from jaxrl_llm.compiled import Compiled, CompiledStep, compile_step
 from jaxrl_llm.loading import abstract_state, build_program, load_inputs, state_shardings
 from jaxrl_llm.models.architecture import MoeConfig
 from jaxrl_llm.models.transformer import init_params, make_transformer
+from jaxrl_llm.peers import join_run
 from jaxrl_llm.reward_scorer import RewardScorer
-from jaxrl_llm.sharding import RULES, Layout, make_mesh
+from jaxrl_llm.sharding import RULES, Layout, fetch, make_mesh, put
 from jaxrl_llm.steps.phases import Program, gen, make_program
-from jaxrl_llm.steps.rollout import StopRules, no_stop_rules
+from jaxrl_llm.steps.rollout import Cascade, StopRules, no_stop_rules
 from jaxrl_llm.steps.sampling import Sampling
 from jaxrl_llm.steps.step import make_step, step_key
 from jaxrl_llm.trainer import fit
 from jaxrl_llm.types import Array, Batch, Model, Param, Params, Prompts, RunState
-from tests import quick, tiny, tiny_folder
+from tests import cut_tokens, quick, tiny, tiny_folder
 
-DEVICES, STEPS, GROUPS = 8, 3, 16
+DEVICES, STEPS, GROUPS = 8, 5, 16
 SHAPE = dataclasses.replace(tiny.SHAPE, num_layers=1)  # one layer compiles in less time than two
 FLAGS = " ".join([f"--xla_force_host_platform_device_count={DEVICES}", *quick.FLAGS])
 MESHES: dict[str, Any] = {
@@ -94,7 +96,7 @@ def program(name: str, mesh: str) -> Program:
     config = tiny.config(**case(name, where.batch_shards))
     model = functools.partial(make_transformer, SHAPE, constrain=where.constrain)
     critic = model(value_head=True) if config.algorithm.estimator == "gae" else None
-    return make_program(config, model(), critic, layout=where, stops=jax.device_put(stops(), where.replicated))
+    return make_program(config, model(), critic, layout=where, stops=where.put_whole(stops()))
 
 
 def stops() -> StopRules:
@@ -107,7 +109,7 @@ def stops() -> StopRules:
 def replay(name: str) -> dict[str, Any]:
     """mesh -> the state, metrics and batch after each step, and what the compiled step costs.
 
-    "single" samples its tokens, the meshes are given them.
+    "single" samples its tokens, the meshes are given them; they are there as "tokens", and the first state as "first".
     """
     single, tokens = program(name, "single"), []
     first = start(single)
@@ -119,9 +121,20 @@ def replay(name: str) -> dict[str, Any]:
         tokens.append(jax.tree.map(np.asarray, batch))
         return batch
 
-    found = {"single": run(single, first, fresh)}
+    found: dict[str, Any] = {"single": run(single, first, fresh)}
     for mesh in (LONG if os.environ.get("JAXRL_LLM_LONG_TESTS") else REPLAYED)[name]:
         found[mesh] = run(program(name, mesh), first, lambda state, number: tokens[number])
+    return found | {"tokens": tokens, "first": jax.tree.map(np.asarray, first)}
+
+
+def replay_again(recorded: Path) -> dict[str, Any]:
+    """case -> mesh -> as `replay`, of the tokens that it recorded in `recorded`'s folder."""
+    found: dict[str, Any] = {}
+    for name, meshes in REPLAYED.items():
+        given = pickle.loads((recorded / name).read_bytes())
+        for mesh in meshes:
+            each = run(program(name, mesh), given["first"], lambda state, number, given=given: given["tokens"][number])
+            found.setdefault(name, {})[mesh] = each
     return found
 
 
@@ -138,17 +151,17 @@ def start(p: Program) -> RunState:
 def run(p: Program, first: RunState, tokens: Callable[[RunState, int], Batch]) -> dict[str, Any]:
     """Steps of `make_step`, with what the rollout would have written given by `tokens`."""
 
-    def step(state: RunState, recorded: Batch, key: Array) -> Any:
+    def step(state: RunState, recorded: Batch, number: Array) -> Any:
         given = dataclasses.replace(p, gen=lambda view, prompts, key, stops: recorded)
-        return make_step(given, tiny.even_tokens)(state, None, key)  # type: ignore[arg-type]
+        return make_step(given, tiny.even_tokens)(state, None, step_key(0, number))  # type: ignore[arg-type]
 
     shardings = state_shardings(p), p.layout.replicated, p.layout.rows
-    state, compiled, after = jax.device_put(first, shardings[0]), None, []
+    state, compiled, after = jax.tree.map(put, first, shardings[0]), None, []
     for number in range(STEPS):
-        given = state, p.layout.put_rows(tokens(state, number)), step_key(0, number)
+        given = state, p.layout.put_rows(tokens(state, number)), np.int32(number)
         compiled = compiled or Compiled("step", step, *given, report=no_report, out_shardings=shardings)
         state, metrics, batch = compiled(*given)
-        after.append(jax.tree.map(np.asarray, (state, metrics, batch)))
+        after.append(fetch((state, metrics, batch)))
     assert compiled is not None
     return {"after": after, **costs(compiled, p)}
 
@@ -158,19 +171,22 @@ def run(p: Program, first: RunState, tokens: Callable[[RunState, int], Batch]) -
 
 def sample() -> dict[str, Batch]:
     """mesh -> what the rollout samples in float64 (jax_enable_x64 is set)."""
-    params = jax.tree.map(lambda x: x.astype(jnp.float64), tiny.params())
+    params = jax.tree.map(lambda x: np.asarray(x, np.float64), tiny.params())
     kind, found = {"param_dtype": jnp.float64, "compute_dtype": jnp.float64}, {}
-    for mesh in ("single", *MESHES):
+    for mesh in (*(["single"] if jax.process_count() == 1 else []), *MESHES):
         where = layout(mesh)
         model = tiny.model(constrain=where.constrain, **kind)
 
-        def rollout(view: Params, prompts: Prompts, key: Array, where: Layout = where, model: Model = model) -> Batch:
+        def rollout(view: Params, prompts: Prompts, where: Layout = where, model: Model = model) -> Batch:
             sampling = Sampling(temperature=0.7, top_p=0.95)
-            return gen(model, where, view, prompts, key, stops(), n=4, width=12, sampling=sampling)
+            # Two widths of the cache and three numbers of rows.
+            shapes = Cascade(width=4, min_rows=1, shards=where.batch_shards)
+            how: dict[str, Any] = {"n": 4, "width": 12, "sampling": sampling, "cascade": shapes}
+            return gen(model, where, view, prompts, step_key(0, 1), stops(), **how)
 
-        view = jax.device_put(params, where.params(model.declare()))
-        batch = jax.jit(rollout)(view, where.put_rows(tiny.prompts(GROUPS)), step_key(0, 1))
-        found[mesh] = jax.tree.map(np.asarray, batch)
+        view = jax.tree.map(put, params, where.params(model.declare()))
+        batch = jax.jit(rollout, out_shardings=where.rows)(view, where.put_rows(tiny.prompts(GROUPS)))
+        found[mesh] = fetch(batch)
     return found
 
 
@@ -311,11 +327,20 @@ JOBS = {
     "ppo": functools.partial(replay, "ppo"),
     "sample": sample,
     "experts": experts,
+    "sequence_parallel": cut_tokens.sequence_parallel,
     "train": train,
 }
 
-if __name__ == "__main__":
+
+def main(job: str, file: str, *peers: str) -> None:
+    if peers:
+        join_run(peers[0], int(peers[1]), int(peers[2]))
     assert jax.device_count() == DEVICES, os.environ.get("XLA_FLAGS")
     jax.config.update("jax_numpy_rank_promotion", "raise")
-    job, file = sys.argv[1:]
-    Path(file).write_bytes(pickle.dumps(JOBS[job]()))
+    found = replay_again(Path(file).parent) if job == "again" else JOBS[job]()
+    if jax.process_index() == 0:
+        Path(file).write_bytes(pickle.dumps(found))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -20,7 +20,7 @@ import numpy as np
 from jaxrl_llm.compiled import compile_step
 from jaxrl_llm.config import Config, need_critic
 from jaxrl_llm.dry_run import DryRun, examine, named_programs, whole_state
-from jaxrl_llm.models.architecture import TransformerConfig
+from jaxrl_llm.models.architecture import MoeConfig, TransformerConfig
 from jaxrl_llm.models.transformer import make_transformer
 from jaxrl_llm.sharding import Layout, make_mesh
 from jaxrl_llm.steps.phases import make_program
@@ -45,6 +45,7 @@ MESHES = {
 }
 GATHERED = {"rollout__gather_params": True}
 UNROLLED = GRPO | {"model__scan_layers": False, "model__logprob_chunk": 64, "actor__use_kl_loss": False}
+EXPERTS = dataclasses.replace(SHAPE, moe=MoeConfig(num_experts=16, per_token=2, width=24, normalized=True))
 MICRO = GRPO | {"actor__micro_batch_size": 2, "trainer__score_micro_batch_size": 4, "actor__use_kl_loss": False}
 # name -> shape, overrides, mesh
 CASES: dict[str, tuple[TransformerConfig, dict[str, Any], str]] = {
@@ -56,8 +57,13 @@ CASES: dict[str, tuple[TransformerConfig, dict[str, Any], str]] = {
     ),
     "fsdp": (SHAPE, GRPO | {"model__remat": "full"}, "fsdp"),
     "tensor": (UNTIED, GRPO, "tensor"),
+    # Lines of 46 tokens, which four devices do not divide.
+    "length": (SHAPE, GRPO | {"model__remat": "full", "model__sequence_parallel": True}, "tensor"),
     "ppo": (SHAPE, PPO | {"model__remat": "dots"}, "all"),
     "micro": (UNTIED, MICRO, "all"),
+    "experts": (EXPERTS, PPO | {"model__remat": "dots"}, "all"),
+    "experts, fsdp": (EXPERTS, GRPO | {"model__remat": "full"}, "fsdp"),
+    "experts, data": (EXPERTS, GRPO, "data"),
     "twice": (UNTIED, MICRO | {"data__train_batch_size": 32, "actor__mini_batch_size": 16} | GATHERED, "all"),
 }
 
@@ -76,7 +82,8 @@ def case(name: str) -> tuple[Config, TransformerConfig, dict[str, int]]:
 
 
 def measure(config: Config, shape: TransformerConfig, mesh: dict[str, int]) -> Measured:
-    layout = Layout(make_mesh(data=mesh["data"], fsdp=mesh["fsdp"], tensor=mesh["tensor"]))
+    devices = make_mesh(data=mesh["data"], fsdp=mesh["fsdp"], tensor=mesh["tensor"])
+    layout = Layout(devices, sequence_parallel=config.model.sequence_parallel)
     model = partial(make_transformer, shape, constrain=layout.constrain, remat=config.model.remat)
     critic = model(value_head=True) if need_critic(config) else None
     program = make_program(config, model(), critic, layout=layout)

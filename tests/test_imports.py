@@ -80,6 +80,7 @@ ALLOWED: dict[str, set[str]] = {
     "report_charts": set(),
     "report_numbers": {"meters"},
     "report": FILES | {"config", "meters", "report_charts", "report_numbers"},
+    "run_mark": FILES | {"peers"},
     "writers": CONFIG | FILES | {"loggers", "progress", "report", "report_numbers"},
     "samples": BASE | {"sharding", "data", "rewards", "tokenizer", "types"},
     "models": BASE | {"types"},
@@ -102,18 +103,19 @@ ALLOWED: dict[str, set[str]] = {
     "guard": {"config", "signals", "watchdog"},
     "profiling": BASE,
     "timers": {"metrics", "profiling", "steps", "watchdog"},
-    "memory": {"compiled", "config"},
+    "memory": {"compiled", "config", "run_mark"},
     "health": {"config", "rewards", "types"},
     "resume": HOST | {"curriculum", "loading", "peers", "steps"},
-    "input_notes": HOST | {"loading", "models", "steps"},
+    "input_notes": HOST | {"costs", "loading", "models", "steps"},
     "trainer": HOST
     | {"models", "steps", "loading", "compile_log", "compiled", "collect", "curriculum", "evaluation"}
     | {"accounting", "lengths", "peaks", "profiling"}
-    | {"guard", "health", "input_notes", "memory", "resume"}
+    | {"guard", "health", "input_notes", "memory", "resume", "run_mark"}
     | {"peers", "reward_scorer", "samplers", "samples", "timers"},
     "hlo": set(),
     "dry_run": HOST
-    | {"models", "steps", "loading", "compile_log", "compiled", "collect", "evaluation", "hlo", "reward_scorer"},
+    | {"models", "steps", "loading", "compile_log", "compiled", "collect", "evaluation"}
+    | {"hlo", "input_notes", "reward_scorer"},
     "costs": CONFIG | {"models", "sharding", "steps", "types"},
     "phase_costs": CONFIG | {"costs", "hlo", "steps"},
     "chips": BASE,

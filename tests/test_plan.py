@@ -270,10 +270,18 @@ def test_a_critic_on_a_frozen_trunk_is_but_its_head() -> None:
     assert "gradients of kernels" not in exchanged
 
 
-def test_experts_are_refused() -> None:
-    moe = dataclasses.replace(tiny.SHAPE, moe=MoeConfig(num_experts=4, per_token=2, width=8, normalized=True))
-    with pytest.raises(UserError, match=r"config.model.path: a mixture of experts cannot be planned; .* --dry_run"):
-        Job.of(tiny.config(), moe)
+def test_only_chosen_experts_are_active() -> None:
+    """Of 128 experts of which 8 are chosen, many tokens cost little more than eight of an expert's width would."""
+    dense = dataclasses.replace(transformer_config(MODELS["7b"]), mlp_width=8 * 768)
+    moe = MoeConfig(num_experts=128, per_token=8, width=768, normalized=True)
+    config, mesh = tiny.config(), Mesh(data=8)
+    mixed, plain = (Job.of(config, shape) for shape in (dataclasses.replace(dense, moe=moe), dense))
+    assert 5 < plan.parameters(mixed) / plan.parameters(plain) < 12
+    for tokens, least, most in ((64 * 1024, 1, 1.2), (1, 5, 16)):
+        ratio = costs.forward_flops(mixed, mesh, tokens, 0) / costs.forward_flops(plain, mesh, tokens, 0)
+        assert least < ratio < most, (tokens, ratio)
+    with pytest.raises(UserError, match="no mesh of so many divides"):  # nor do 128 experts lie on 3 devices
+        list(plan.meshes(mixed, 3))
 
 
 def test_time_is_what_the_slowest_of_three_takes() -> None:

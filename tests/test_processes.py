@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+import pickle
 import signal
 import socket
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,8 @@ from jaxrl_llm.metrics import CLOCKS
 from jaxrl_llm.peers import Peers
 from jaxrl_llm.rewards import make_rewards, pooled
 from jaxrl_llm.writers import read_jsonl
-from tests import quick, tiny_folder
+from tests import quick, tiny, tiny_folder
+from tests.on_devices import MESHES, REPLAYED, STEPS
 
 ROOT = Path(__file__).parents[1]
 CHANGES: dict[str, Any] = {
@@ -41,6 +43,18 @@ CHANGES: dict[str, Any] = {
 Start = Callable[..., list[subprocess.Popen[str]]]
 
 
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        return free.getsockname()[1]
+
+
+def environment(count: int, **changes: str) -> dict[str, str]:
+    """Of one of `count` processes that have eight devices together."""
+    flags = " ".join([f"--xla_force_host_platform_device_count={8 // count}", *quick.FLAGS])
+    return os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT), **changes}
+
+
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Start]:
     """start(processes, workdir, **changes): the processes of a run, which are ended with the test."""
@@ -49,18 +63,14 @@ def start(tmp_path: Path) -> Iterator[Start]:
     def begin(count: int, workdir: Path, **changes: Any) -> list[subprocess.Popen[str]]:
         config = tmp_path / f"{workdir.name}.json"
         config.write_text(to_json(tiny_folder.config(**{**CHANGES, **changes})))
-        with socket.socket() as free:
-            free.bind(("localhost", 0))
-            port = free.getsockname()[1]
-        flags = " ".join([f"--xla_force_host_platform_device_count={8 // count}", *quick.FLAGS])
+        port = free_port()
         command = [sys.executable, "-m", "jaxrl_llm.train", "--config", str(config), "--workdir", str(workdir)]
         peers = ["--coordinator", f"localhost:{port}", "--num_processes", str(count), "--process_id"]
         begun = []
         for index in range(count):
             with (tmp_path / f"{workdir.name}-{index}.log").open("a") as log:
                 own = [*command, *peers, str(index)] if count > 1 else command
-                environment = os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
-                begun.append(subprocess.Popen(own, env=environment, stdout=log, stderr=log, text=True))
+                begun.append(subprocess.Popen(own, env=environment(count), stdout=log, stderr=log, text=True))
         running.extend(begun)
         return begun
 
@@ -70,7 +80,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
         process.wait()
 
 
-def ended(processes: list[subprocess.Popen[str]], logs: Path, seconds: float = 300) -> list[int]:
+def ended(processes: Sequence[subprocess.Popen[Any]], logs: Path, seconds: float = 300) -> list[int]:
     try:
         return [process.wait(seconds) for process in processes]
     except subprocess.TimeoutExpired:
@@ -104,6 +114,56 @@ def test_two_processes_are_one_run(start: Start, tmp_path: Path) -> None:
     ).stat().st_size
     assert ended(start(1, tmp_path / "two", trainer__steps=3), tmp_path) == [0]
     assert [line["step"] for line in read_jsonl(tmp_path / "two/metrics.jsonl")] == [0, 1, 2, 3]
+
+
+Find = Callable[..., Any]
+
+
+@pytest.fixture
+def find(tmp_path: Path) -> Iterator[Find]:
+    """find(processes, job, x64=False): what tests/on_devices.py finds in so many processes with eight devices."""
+    running: list[subprocess.Popen[bytes]] = []
+
+    def run(count: int, job: str, *, x64: bool = False) -> Any:
+        command = [sys.executable, "-W", "error", "-m", "tests.on_devices", job, str(tmp_path / job)]
+        own, port = environment(count, JAX_ENABLE_X64=str(x64), JAXRL_LLM_LONG_TESTS=""), free_port()
+        begun = []
+        for index in range(count):
+            peers = [f"localhost:{port}", str(count), str(index)] if count > 1 else []
+            with (tmp_path / f"{job}-{count}-{index}.log").open("w") as log:
+                begun.append(subprocess.Popen([*command, *peers], cwd=ROOT, env=own, stdout=log, stderr=log))
+        running.extend(begun)
+        assert ended(begun, tmp_path, 600) == [0] * count, "\n".join(p.read_text() for p in tmp_path.glob("*.log"))
+        return pickle.loads((tmp_path / job).read_bytes())
+
+    yield run
+    for process in running:
+        process.kill()
+        process.wait()
+
+
+@pytest.mark.long
+def test_recorded_tokens_give_the_same_run_in_two_processes(find: Find) -> None:
+    """State, metrics and evidence of five steps on meshes over both processes, as on one device."""
+    single = {case: find(1, case)["single"]["after"] for case in REPLAYED}
+    replayed = find(2, "again")
+    assert {case: tuple(meshes) for case, meshes in replayed.items()} == REPLAYED
+    for case, meshes in replayed.items():
+        for found in meshes.values():
+            assert len(found["after"]) == STEPS == 5
+            for (state, metrics, batch), expected in zip(found["after"], single[case], strict=True):
+                np.testing.assert_array_equal(batch.responses, expected[2].responses)
+                tiny.assert_close((state, metrics, batch), expected)
+
+
+@pytest.mark.long
+def test_in_float64_two_processes_sample_the_same_tokens(find: Find) -> None:
+    one, two = find(1, "sample", x64=True), find(2, "sample", x64=True)
+    assert one.keys() == two.keys() | {"single"} and len(two) == len(MESHES)
+    for batch in (*two.values(), *one.values()):
+        for name in ("responses", "response_mask", "response_length", "finish_reason", "uid"):
+            np.testing.assert_array_equal(getattr(batch, name), getattr(one["single"], name), err_msg=name)
+        np.testing.assert_allclose(batch.rollout_log_probs, one["single"].rollout_log_probs, atol=1e-12)
 
 
 @pytest.mark.long

@@ -1,4 +1,4 @@
-"""Where arrays lie: rules, batches in parts, and on eight devices what one gives, at an eighth of its work."""
+"""Where arrays lie: rules, and on eight devices what one gives, at an eighth of its work."""
 
 from __future__ import annotations
 
@@ -16,19 +16,20 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxrl_llm.config import check_devices
 from jaxrl_llm.errors import UserError
+from jaxrl_llm.input_notes import mesh_notices
+from jaxrl_llm.loading import make_layout
 from jaxrl_llm.models.architecture import MoeConfig
 from jaxrl_llm.models.transformer import make_transformer
 from jaxrl_llm.sharding import AXES, BATCH_AXES, Layout, make_mesh
 from jaxrl_llm.steps.optimizer import make_optimizer
-from jaxrl_llm.types import Batch
+from jaxrl_llm.steps.phases import make_program
 from tests import tiny
+from tests.cut_tokens import CUT, LONG_CUT
 from tests.on_devices import FLAGS, JOBS, LONG, MESHES, REPLAYED, STEPS
 
 ROOT = Path(__file__).parents[1]
@@ -65,23 +66,15 @@ def result(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str],
         process.wait()
 
 
-def assert_close(found: Any, expected: Any) -> None:
-    """Every leaf within 1e-4, absolute or relative."""
-    leaves = jax.tree.flatten_with_path(expected)[0]
-    assert jax.tree.structure(found) == jax.tree.structure(expected)
-    for (path, b), a in zip(leaves, jax.tree.leaves(found), strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4, err_msg=jax.tree_util.keystr(path))
-
-
 @pytest.mark.parametrize(("case", "mesh"), REPLAYS)
 def test_the_recorded_tokens_of_a_run_give_the_same_run(result: Callable[[str], Any], case: str, mesh: str) -> None:
     runs = result(case)
     for found, expected in zip(runs[mesh]["after"], runs["single"]["after"], strict=True):
         (state, metrics, batch), (single_state, single_metrics, single_batch) = found, expected
         np.testing.assert_array_equal(batch.responses, single_batch.responses)
-        assert_close(metrics, single_metrics)
-        assert_close(batch, single_batch)
-        assert_close(state, single_state)
+        tiny.assert_close(metrics, single_metrics)
+        tiny.assert_close(batch, single_batch)
+        tiny.assert_close(state, single_state)
 
 
 def test_a_reward_model_is_cut_and_scores_alike(result: Callable[[str], Any]) -> None:
@@ -136,8 +129,35 @@ def test_activations_stay_where_their_rows_are(result: Callable[[str], Any], cas
 @pytest.mark.parametrize("tokens", ["many", "few"])
 def test_experts_give_the_same_on_every_mesh(result: Callable[[str], Any], tokens: str, mesh: str) -> None:
     found, single = result("experts")[tokens][mesh], result("experts")[tokens]["single"]
-    assert_close(found["result"], single["result"])
+    tiny.assert_close(found["result"], single["result"])
     assert found["flops"] < 1.6 / 8 * single["flops"]
+
+
+# The residual stream cut along its tokens
+
+
+@pytest.mark.parametrize("how", ["uncut", *CUT, *(pytest.param(name, marks=pytest.mark.long) for name in LONG_CUT)])
+@pytest.mark.parametrize("rows", [0, 1], ids=["full", "padded"])
+def test_a_cut_residual_stream_gives_the_same(result: Callable[[str], Any], how: str, rows: int) -> None:
+    """Log-probs, entropies, loss and gradients; of lines of 63 tokens on four devices."""
+    found, single = (result("sequence_parallel")[name]["results"][rows] for name in (how, "single"))
+    tiny.assert_close(found, single)
+    (_, stats), grads = single
+    assert np.ptp(stats.log_probs) > 1 and (stats.log_probs == 0).any() == rows
+    assert all(np.abs(grad).max() > 0.1 for grad in jax.tree.leaves(grads))
+
+
+def test_a_cut_residual_stream_takes_less_memory(result: Callable[[str], Any]) -> None:
+    found = result("sequence_parallel")
+    assert found["scanned, full"]["temp"] < 0.85 * found["uncut"]["temp"]
+
+
+def test_tokens_are_cut_where_a_config_says_so() -> None:
+    plain = abstract_layout(data=2, fsdp=2, tensor=4)
+    assert plain.named(("batch", "length", None)).spec == P(BATCH_AXES, None, None)
+    cut = dataclasses.replace(plain, sequence_parallel=True)
+    assert cut.named(("batch", "length", None)).spec == P(BATCH_AXES, "tensor", None)
+    assert make_layout(tiny.config(model__sequence_parallel=True)).sequence_parallel
 
 
 # The trainer's compiled phases
@@ -243,6 +263,20 @@ def test_what_a_config_asks_of_its_devices(overrides: dict[str, Any], devices: i
             check_devices(config, devices)
 
 
+def test_what_a_run_says_of_its_mesh() -> None:
+    def notices(sizes: dict[str, int], **changes: Any) -> list[str]:
+        program = make_program(tiny.config(**changes), tiny.model())
+        return mesh_notices(dataclasses.replace(program, layout=abstract_layout(**sizes)))
+
+    assert notices({"tensor": 2}, model__sequence_parallel=True) == notices({"data": 4}) == []
+    (gathered,) = notices({"fsdp": 2})
+    # Two layers of 10,240 elements of 4 bytes, half of which lie on each device as it is.
+    assert "each of up to 8 tokens" in gathered and "gathers 0.1 MB of kernels over mesh.fsdp = 2" in gathered
+    assert notices({"fsdp": 2}, rollout__gather_params=True) == notices({"fsdp": 2}, model__scan_layers=False) == []
+    (nothing,) = notices({"data": 2}, model__sequence_parallel=True)
+    assert nothing == "config.model.sequence_parallel = True: changes nothing, since mesh.tensor = 1"
+
+
 # Parameters and optimizer state
 
 
@@ -314,93 +348,3 @@ def test_put_rows_and_constraints_on_eight_devices(result: Callable[[str], Any])
     assert found["devices"] == {tuple(range(2 * i, 2 * i + 2)): 2 for i in range(4)}  # rows of a device -> such devices
     assert found["constrained"] == ((8, 4, 6), (2, 4, 3))
     assert found["constrained_rows"] == ((8, 4, 6), (2, 4, 6))
-
-
-# Batches in parts
-
-
-def labelled(groups: int, n: int, width: int = 3) -> Batch:
-    """A batch of which every number tells where it stood."""
-    prompt, row = np.arange(groups, dtype=np.int32), np.arange(groups * n, dtype=np.int32)
-    tokens = row[:, None] * width + np.arange(width, dtype=np.int32)
-    fields: dict[str, Any] = {
-        "prompts": prompt[:, None] + np.zeros((1, 2), np.int32),
-        "prompt_mask": np.ones((groups, 2), bool),
-        "prompt_valid": prompt % 3 > 0,
-        "record_arrays": {"answer": 10 * prompt, "table": prompt[:, None, None] + np.zeros((1, 2, 2), np.int32)},
-        "uid": 100 + np.repeat(prompt, n),
-        "responses": tokens,
-        "response_mask": tokens % 2 == 0,
-        "response_length": row,
-        "rollout_log_probs": -tokens.astype(np.float32),
-        "finish_reason": row % 2 + 1,
-        "scores": np.stack([row, -row], 1).astype(np.float32),
-    }
-    return Batch(**fields)
-
-
-def row_fields(batch: Batch) -> dict[str, Any]:
-    per_prompt = ("prompts", "prompt_mask", "prompt_valid", "record_arrays")
-    fields = {f.name: getattr(batch, f.name) for f in dataclasses.fields(batch) if f.name not in per_prompt}
-    return {name: value for name, value in fields.items() if value is not None}
-
-
-def assert_same(found: Any, expected: Any) -> None:
-    jax.tree.map(np.testing.assert_array_equal, found, expected)
-
-
-def assert_rows_have_their_prompts(batch: Batch) -> None:
-    np.testing.assert_array_equal(np.repeat(batch.prompts[:, 0], batch.n), batch.uid - 100)
-    np.testing.assert_array_equal(10 * batch.prompts[:, 0], batch.record_arrays["answer"])
-    np.testing.assert_array_equal(batch.prompts[:, 0] % 3 > 0, batch.prompt_valid)
-
-
-SHAPES = st.tuples(st.integers(1, 3), st.sampled_from([1, 2, 4]), st.integers(1, 3), st.integers(1, 4))
-
-
-@given(SHAPES)
-@settings(deadline=None, max_examples=25)
-def test_parts_joined_are_the_whole(shape: tuple[int, int, int, int]) -> None:
-    """And each part takes as many prompts from every shard of the batch as from any other."""
-    share, shards, parts, n = shape
-    batch = labelled(share * shards * parts, n)
-    split = batch.split(parts)
-    assert_same(batch.join_parts(row_fields(split)), row_fields(batch))
-    shard_of_prompt = np.arange(batch.num_prompts) // (share * parts)
-    for j in range(parts):
-        part = jax.tree.map(lambda x, j=j: x[j], split)
-        assert (part.num_prompts, part.n) == (share * shards, n)
-        assert_rows_have_their_prompts(part)
-        np.testing.assert_array_equal(part.prompts[:, 0], np.arange(j, batch.num_prompts, parts))
-        # Contiguous parts of the part lie where those of the batch lie: no row moves between devices.
-        np.testing.assert_array_equal(shard_of_prompt[part.prompts[:, 0]], np.repeat(np.arange(shards), share))
-
-
-@given(st.integers(1, 4), st.integers(1, 3), st.integers(1, 3))
-@settings(deadline=None, max_examples=15)
-def test_regrouped_rows_keep_their_order_and_their_prompts(groups: int, n: int, times: int) -> None:
-    batch = labelled(groups, n * times)
-    regrouped = batch.regroup(n)
-    assert (regrouped.num_prompts, regrouped.n) == (groups * times, n)
-    assert_same(row_fields(regrouped), row_fields(batch))
-    assert_rows_have_their_prompts(jax.tree.map(np.asarray, regrouped))
-
-
-@given(st.integers(1, 5), st.integers(1, 3), st.data())
-@settings(deadline=None, max_examples=25)
-def test_selected_prompts_bring_all_their_rows(groups: int, n: int, data: st.DataObject) -> None:
-    batch = labelled(groups, n)
-    chosen = np.array(data.draw(st.lists(st.integers(0, groups - 1), min_size=1, max_size=5)))
-    selected: Batch = batch.select(chosen)  # type: ignore[arg-type]
-    assert (selected.num_prompts, selected.n) == (len(chosen), n)
-    assert_rows_have_their_prompts(selected)
-    rows = (chosen[:, None] * n + np.arange(n)).ravel()
-    assert_same(row_fields(selected), jax.tree.map(lambda x: x[rows], row_fields(batch)))
-
-
-def test_a_batch_does_not_split_or_regroup_unevenly() -> None:
-    batch = labelled(4, 3)
-    with pytest.raises(AssertionError):
-        batch.split(3)
-    with pytest.raises(AssertionError):
-        batch.regroup(2)

@@ -83,3 +83,11 @@ def even_tokens(responses: Array, mask: Array, records: Any) -> Array:
     """A reward: the share of a response's tokens that are even."""
     del records
     return jnp.where(mask, responses % 2 == 0, False).sum(1) / jnp.maximum(mask.sum(1), 1)
+
+
+def assert_close(found: Any, expected: Any) -> None:
+    """Every leaf within 1e-4, absolute or relative."""
+    leaves = jax.tree.flatten_with_path(expected)[0]
+    assert jax.tree.structure(found) == jax.tree.structure(expected)
+    for (path, b), a in zip(leaves, jax.tree.leaves(found), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4, err_msg=jax.tree_util.keystr(path))

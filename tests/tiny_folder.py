@@ -161,10 +161,10 @@ def config(**overrides: Any) -> Config:
     return from_config_dict(raw_config(**overrides))
 
 
-def records(count: int = 12) -> list[dict[str, str]]:
+def records(count: int = 12, skip: int = 0) -> list[dict[str, str]]:
     """Sums, asked in two ways: at LONGEST tokens and at seven less."""
     found = []
-    for i in range(count):
+    for i in range(skip, skip + count):
         a, b = divmod(7 * i, 10)
         prompt, source = (f"What is {a}+{b}?", "words") if i % 3 == 0 else (f"{a}+{b}=?", "signs")
         found.append({"prompt": prompt, "answer": str(a + b), "data_source": source})

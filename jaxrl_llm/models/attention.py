@@ -8,12 +8,13 @@ response's own keys are two such sets: bifurcated attention (Athiwaratkun et al.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import chex
 import jax
 import jax.numpy as jnp
 
+from jaxrl_llm.models.cache import KVCache
 from jaxrl_llm.types import Array
 
 # The log-sum-exp over no keys at all: finite, so that differences of two such stay 0 and never become NaN.
@@ -136,9 +137,65 @@ def attend_blocks(
     return jnp.concatenate([within(*prompt)[0], responses], 1)
 
 
+class Partial(NamedTuple):
+    """Attention over some of the keys, before it is divided by the sum of its weights."""
+
+    out: Array  # at least float32 [..., D], Σ exp(score − top) · v
+    top: Array  # at least float32 [...], the largest score; `EMPTY` where nothing is visible
+    total: Array  # at least float32 [...], Σ exp(score − top)
+
+
+def attend_slots(q: Array, k: Array, v: Array, seen: Array, *, scale: float, softcap: float | None = None) -> Partial:
+    """Attention over keys and values as a cache has them.
+
+    Args:
+      q: [B, T, H, D]; k: [B, KV, D, S]; v: [B, KV, S, D], with H a multiple of KV.
+      seen: bool [B, T, S]
+
+    Returns:
+      [B, T, H, D] and [B, T, H] twice.
+    """
+    batch, length, heads, size = q.shape
+    kv_heads, slots = k.shape[1], k.shape[-1]
+    per_key = heads // kv_heads
+    accumulate = jnp.promote_types(q.dtype, jnp.float32)
+    by_key = jnp.moveaxis(q.reshape(batch, length, kv_heads, per_key, size), 1, 3)
+    # One plain product for each row and key head: what batched products are fastest at.
+    scores = jnp.einsum(
+        "bkqd,bkds->bkqs", by_key.reshape(batch, kv_heads, -1, size), k, preferred_element_type=accumulate
+    )
+    scores = scores.reshape(batch, kv_heads, per_key, length, slots) * scale
+    if softcap is not None:
+        scores = softcap * jnp.tanh(scores / softcap)
+    where = seen[:, None, None]
+    top = jnp.where(where, scores, EMPTY).max(-1)
+    weights = jnp.where(where, jnp.exp(scores - top[..., None]), 0)
+    flat = weights.astype(v.dtype).reshape(batch, kv_heads, -1, slots)
+    out = jnp.einsum("bkqs,bksd->bkqd", flat, v, preferred_element_type=accumulate)
+
+    def by_token(x: Array) -> Array:
+        return jnp.moveaxis(x.reshape(batch, kv_heads, per_key, length, -1), 3, 1).reshape(batch, length, heads, -1)
+
+    return Partial(by_token(out), by_token(top)[..., 0], by_token(weights.sum(-1))[..., 0])
+
+
+def combine(first: Partial, second: Partial) -> Partial:
+    """Attention over the union of two disjoint sets of keys."""
+    top = jnp.maximum(first.top, second.top)
+    a, b = jnp.exp(first.top - top), jnp.exp(second.top - top)
+    out = a[..., None] * first.out + b[..., None] * second.out
+    return Partial(out, top, a * first.total + b * second.total)
+
+
+def finish(part: Partial, dtype: Any) -> Array:
+    """softmax · v, 0 where nothing was visible."""
+    return (part.out / jnp.where(part.total > 0, part.total, 1)[..., None]).astype(dtype)
+
+
 def attend_cached(
     q: Array,
-    prompt: tuple[Array, Array, Array],
+    cache: KVCache,
+    prompt: tuple[Array, Array],
     own: tuple[Array, Array, Array],
     q_pos: Array,
     q_mask: Array,
@@ -147,40 +204,32 @@ def attend_cached(
     window: Window = None,
     softcap: float | None = None,
 ) -> Array:
-    """Attention of new tokens [B, T] over their row's prompt, shared by B/G consecutive rows, and their row's own
-    slots.
+    """Attention of new tokens [B, T] over their row's prompt and their row's own slots.
 
     Args:
-      prompt: k, v [G, P, KV, D] and the number of filled slots, int32 [G].
-      own: k, v [B, R, KV, D] and the number of filled slots, int32 [B].
+      cache: whose rows these are; only its places and lengths are read.
+      prompt: one layer's k [G, KV, D, P], v [G, KV, P, D].
+      own: one layer's k [B, KV, D, R], v [B, KV, R, D], the new tokens in them, and the slots filled, int32 [B].
       window, softcap: see `attend`.
     """
-    how: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap}
-    rows, length, heads, _ = q.shape
-    prompt_k, prompt_v, prompt_length = prompt
     k, v, filled = own
-    groups, width = prompt_k.shape[:2]
+    how: dict[str, Any] = {"scale": scale, "softcap": softcap}
     q_seg = q_mask.astype(jnp.int32)
-    start = jnp.repeat(prompt_length, rows // groups)
-    slots = jnp.arange(k.shape[1])[None, :]
+    slots = jnp.arange(k.shape[-1])[None, :]
     own_seg = (slots < filled[:, None]).astype(jnp.int32)
-    result = attend(q, k, v, q_pos, start[:, None] + slots, q_seg, own_seg, **how)
+    result = attend_slots(q, k, v, visible(q_pos, cache.start[:, None] + slots, q_seg, own_seg, window=window), **how)
+    groups, width = prompt[1].shape[0], prompt[1].shape[2]
     if width == 0:
-        return result[0]
+        return finish(result, v.dtype)
 
     def by_prompt(x: Array) -> Array:
-        return x.reshape(groups, rows // groups * length, *x.shape[2:])
+        return cache.by_prompt(x).reshape(groups, -1, *x.shape[2:])
+
+    def by_row(x: Array) -> Array:
+        return cache.by_row(x.reshape(groups, cache.n, q.shape[1], *x.shape[2:]))
 
     prompt_slots = jnp.broadcast_to(jnp.arange(width)[None, :], (groups, width))
-    prompt_seg = (prompt_slots < prompt_length[:, None]).astype(jnp.int32)
-    out, lse = attend(
-        by_prompt(q),
-        prompt_k,
-        prompt_v,
-        by_prompt(q_pos),
-        prompt_slots,
-        by_prompt(q_seg),
-        prompt_seg,
-        **how,
-    )
-    return join((out.reshape(q.shape), lse.reshape(rows, length, heads)), result)[0]
+    prompt_seg = (prompt_slots < cache.prompt_length[:, None]).astype(jnp.int32)
+    seen = visible(by_prompt(q_pos), prompt_slots, by_prompt(q_seg), prompt_seg, window=window)
+    of_prompt = attend_slots(by_prompt(q), *prompt, seen, **how)
+    return finish(combine(Partial(*(by_row(x) for x in of_prompt)), result), v.dtype)

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx, struct
 
+from jaxrl_llm.models.cache import put_rows, take_rows
 from jaxrl_llm.types import Array, Model, Param, Params
 
 Make = Callable[[nnx.Rngs], nnx.Module]
@@ -35,6 +36,11 @@ class TokenCache(struct.PyTreeNode):
     tokens: Array  # int32 [B, R]
     length: Array  # int32 [B], slots filled
 
+    @property
+    def start(self) -> Array:
+        """int32 [B], the position of each row's first slot."""
+        return jnp.repeat(self.prompt_length, self.length.shape[0] // self.prompt_length.shape[0])
+
     def fork(self, n: int, width: int) -> TokenCache:
         """A cache of n rows per row of this one, which becomes their shared prompt; `width` empty slots each."""
         rows = self.tokens.shape[0] * n
@@ -44,6 +50,25 @@ class TokenCache(struct.PyTreeNode):
             tokens=jnp.zeros((rows, width), jnp.int32),
             length=jnp.zeros(rows, jnp.int32),
         )
+
+    def grow(self, width: int) -> TokenCache:
+        return self.replace(tokens=jnp.pad(self.tokens, ((0, 0), (0, width - self.tokens.shape[1]))))
+
+    def in_step(self) -> TokenCache:
+        return self
+
+    def out_of_step(self) -> TokenCache:
+        return self
+
+    def take(self, rows: Array) -> TokenCache:
+        """The cache of some rows, each with a copy of its prompt."""
+        n = self.length.shape[0] // self.prompt_length.shape[0]
+        prompt, length = (jnp.repeat(x, n, axis=0) for x in (self.prompt, self.prompt_length))
+        return TokenCache(*(take_rows(x, rows) for x in (prompt, length, self.tokens, self.length)))
+
+    def put(self, rows: Array, part: TokenCache) -> TokenCache:
+        tokens, length = put_rows(self.tokens, rows, part.tokens), put_rows(self.length, rows, part.length)
+        return self.replace(tokens=tokens, length=length)
 
 
 def from_nnx(
@@ -138,7 +163,7 @@ def from_nnx(
         declare=lambda: _declaration(make, declared),
         forward=model_forward,
         heads={name: head(name, apply) for name, apply in heads.items()},
-        init_cache=_empty_cache,  # pyright: ignore[reportArgumentType] (steps use of a cache what TokenCache has)
+        init_cache=_empty_cache,
         vocab_size=vocab_size,
     )
 

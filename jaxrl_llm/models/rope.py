@@ -7,6 +7,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -90,10 +91,10 @@ def rope_tables(ropes: Sequence[RopeConfig | None], head_dim: int, positions: Ar
         return rope.attention_factor * cos, rope.attention_factor * sin
 
     tables = [table(rope) for rope in ropes]
-    if len(tables) == 1:
-        return tables[0]
-    cos, sin = zip(*tables, strict=True)
-    return jnp.stack(cos), jnp.stack(sin)
+    cos, sin = tables[0] if len(tables) == 1 else tuple(jnp.stack(of) for of in zip(*tables, strict=True))
+    # Kept apart from what reads them: fused into each layer's rotations, they were computed again for every number that
+    # is turned, which took an eighth of the time of decoding.
+    return jax.lax.optimization_barrier((cos, sin))
 
 
 def rotate(x: Array, cos: Array, sin: Array) -> Array:

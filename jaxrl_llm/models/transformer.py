@@ -7,6 +7,7 @@ tree per layer (`unstack_layers`), which it unrolls.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -17,10 +18,11 @@ import jax.numpy as jnp
 
 from jaxrl_llm.models.architecture import ACTIVATIONS, LayerKind, TransformerConfig, layer_kinds, stack_kinds
 from jaxrl_llm.models.attention import attend, attend_blocks, attend_cached
+from jaxrl_llm.models.cache import KVCache
 from jaxrl_llm.models.declare import SCORE, VALUE_HEAD, declare, init_params, stack_layers, unstack_layers
 from jaxrl_llm.models.moe import moe
 from jaxrl_llm.models.rope import RopeConfig, rope_tables, rotate
-from jaxrl_llm.types import Array, KVCache, Model, Params
+from jaxrl_llm.types import Array, Model, Params
 
 __all__ = ["RopeConfig", "TransformerConfig", "init_params", "make_transformer", "stack_layers", "unstack_layers"]
 
@@ -35,6 +37,24 @@ Constrain = Callable[[Array, tuple[str | None, ...]], Array]
 def _keep(x: Array, axes: tuple[str | None, ...]) -> Array:
     del axes
     return x
+
+
+@dataclasses.dataclass(frozen=True)
+class _Stream:
+    """The residual stream [B, T, D], whose tokens may be cut over a mesh (see sharding.py), and the ways between it and
+    products, which take and give whole rows. Each way states both of its ends: gradients go it backwards."""
+
+    constrain: Constrain
+    cut: bool
+
+    def keep(self, x: Array) -> Array:
+        return self.constrain(x, ("batch", "length" if self.cut else None, None))
+
+    def gather(self, x: Array) -> Array:
+        return self.constrain(self.keep(x), ("batch", None, None))
+
+    def scatter(self, x: Array) -> Array:
+        return self.keep(self.constrain(x, ("batch", None, None)))
 
 
 def make_transformer(
@@ -101,13 +121,17 @@ def _forward(
 ) -> tuple[Array, KVCache | None]:
     chex.assert_rank(tokens, 2)
     chex.assert_equal_shape([tokens, positions, segment_ids])
+    # Small and wanted everywhere: not to be cut as the activations are that come of it.
+    tokens, positions, segment_ids = (constrain(x, ("batch", None)) for x in (tokens, positions, segment_ids))
+    # With a cache nothing is kept for a backward pass, and while sampling there is one token to a row.
+    stream = _Stream(constrain, cut=cache is None)
     # Looked up in whole rows: cut along `embed`, every device would look up a part of every row's tokens.
     table = constrain(params["embed"], ("vocab", None))
-    x = constrain(table[tokens].astype(compute_dtype), ("batch", None, None))
+    x = stream.scatter(table[tokens].astype(compute_dtype))
     if config.embed_scale != 1:
         x = x * jnp.asarray(config.embed_scale, compute_dtype)  # rounded to it, as the models were trained
     rope = rope_tables(config.ropes, config.head_dim, positions, jnp.promote_types(compute_dtype, jnp.float32))
-    block = partial(_block, config, constrain, rope)
+    block = partial(_block, config, stream, rope)
     layers = params["layers"]
     kinds = layer_kinds(config)
     if not isinstance(layers, tuple):
@@ -116,12 +140,12 @@ def _forward(
         x = _run_layers(block, layers, kinds, x, (positions, segment_ids, prefix_ids), blocks, remat)
     else:
         x, cache = _run_cached(block, layers, kinds, x, (positions, segment_ids), cache)
-    return _rms_norm(config, x, params["final_norm"]), cache
+    return stream.gather(_rms_norm(config, x, params["final_norm"])), cache
 
 
 def _block(
     config: TransformerConfig,
-    constrain: Constrain,
+    stream: _Stream,
     rope: tuple[Array, Array],
     layer: Params,
     kind: LayerKind,
@@ -144,21 +168,22 @@ def _block(
         x = x.reshape(batch, length, count, config.head_dim)
         return norm(x, f"{name}_norm") if config.qk_norm == "head" else x
 
-    normed = norm(x, "attn_norm")
+    normed = stream.gather(norm(x, "attn_norm"))
     q, k = (rotate(heads(*of), cos, sin) for of in (("q", config.num_heads), ("k", config.num_kv_heads)))
     scale = config.head_dim**-0.5 if config.attention_scale is None else config.attention_scale
     how = {"scale": scale, "window": kind.window, "softcap": config.attention_softcap}
     mixed, carried = attention(q, k, heads("v", config.num_kv_heads), **how)
-    x = x + norm(dense(mixed.reshape(batch, length, -1), layer["o"]), "attn_post_norm")
-    normed = norm(x, "mlp_norm")
+    mixed = stream.scatter(dense(mixed.reshape(batch, length, -1), layer["o"]))
+    x = x + norm(mixed, "attn_post_norm")
+    normed = stream.gather(norm(x, "mlp_norm"))
     activation = ACTIVATIONS[config.activation]
     if config.moe is None:
         gate = activation(dense(normed, layer["gate"]))
         mixed = dense(gate * dense(normed, layer["up"]), layer["down"])
     else:
-        mixed = moe(config.moe, activation, constrain, layer["experts"], normed, dense(normed, layer["router"]))
-    x = x + norm(mixed, "mlp_post_norm")
-    return constrain(x, ("batch", None, None)), carried
+        mixed = moe(config.moe, activation, stream.constrain, layer["experts"], normed, dense(normed, layer["router"]))
+    x = x + norm(stream.scatter(mixed), "mlp_post_norm")
+    return stream.keep(x), carried
 
 
 def _run_layers(
@@ -199,54 +224,90 @@ def _run_cached(
     cache: KVCache,
 ) -> tuple[Array, KVCache]:
     positions, mask = where
-    rows, width = cache.k.shape[1:3]
-    groups = cache.prompt_length.shape[0]
-    start = jnp.repeat(cache.prompt_length, rows // groups)
-    # A slot past the end is dropped: that is where padding goes.
-    slots = jnp.where(mask > 0, positions - start[:, None], width)
     filled = cache.length + mask.sum(1, dtype=jnp.int32)
+    write = _writer(cache, mask)
 
     def run(
-        index: Array | int,
+        index: Array | None,
         layer: Params,
         kind: LayerKind,
-        prompt_k: Array,
-        prompt_v: Array,
-        carry: tuple[Array, Array, Array],
+        prompt: tuple[Array, Array],
+        x: Array,
+        all_k: Array,
+        all_v: Array,
     ) -> tuple[Array, Array, Array]:
-        x, all_k, all_v = carry
+        """One layer, whose own keys and values are at `index` of all_k, all_v, or are these (None)."""
 
         def attention(q: Array, k: Array, v: Array, **how: Any) -> tuple[Array, tuple[Array, Array]]:
-            new_k, new_v = _write_slots(all_k, index, slots, k), _write_slots(all_v, index, slots, v)
-            prompt = (prompt_k, prompt_v, cache.prompt_length)
-            own = (new_k[index], new_v[index], filled)
-            return attend_cached(q, prompt, own, positions, mask, **how), (new_k, new_v)
+            new_k, new_v = write(all_k, index, k, -1), write(all_v, index, v, -2)
+            own = (new_k, new_v) if index is None else (new_k[index], new_v[index])
+            return attend_cached(q, cache, prompt, (*own, filled), positions, mask, **how), (new_k, new_v)
 
         x, (all_k, all_v) = block(layer, kind, x, attention)
         return x, all_k, all_v
 
-    carry = (x, cache.k, cache.v)
     if isinstance(layers, tuple):
-        for i, (layer, kind) in enumerate(zip(layers, kinds, strict=True)):
-            carry = run(i, layer, kind, cache.prompt_k[i], cache.prompt_v[i], carry)
+        # Each layer's arrays by themselves: products read them where they lie, without a copy.
+        apart = [_apart(part, len(layers)) for part in (cache.prompt_k, cache.prompt_v, cache.k, cache.v)]
+        own_k, own_v = [], []
+        for layer, kind, prompt_k, prompt_v, k, v in zip(layers, kinds, *apart, strict=True):
+            x, k, v = run(None, layer, kind, (prompt_k, prompt_v), x, k, v)
+            own_k, own_v = [*own_k, k], [*own_v, v]
+        k, v = tuple(own_k), tuple(own_v)
     else:
-        xs = (jnp.arange(cache.k.shape[0]), layers, kinds, cache.prompt_k, cache.prompt_v)
-        carry, _ = jax.lax.scan(lambda c, per_layer: (run(*per_layer, c), None), carry, xs)
-    x, k, v = carry
-    return x, cache.replace(k=k, v=v, length=filled)
+
+        def scanned(carry: tuple[Array, Array, Array], per_layer: Any) -> tuple[tuple[Array, Array, Array], None]:
+            index, layer, kind, prompt = per_layer
+            return run(index, layer, kind, prompt, *carry), None
+
+        xs = (jnp.arange(cache.k.shape[0]), layers, kinds, (cache.prompt_k, cache.prompt_v))
+        (x, k, v), _ = jax.lax.scan(scanned, (x, cache.k, cache.v), xs)
+    slot = None if cache.slot is None else cache.slot + 1
+    return x, cache.replace(k=k, v=v, length=filled, slot=slot)
 
 
-def _write_slots(cache: Array, index: Array | int, slots: Array, new: Array) -> Array:
-    """cache [L, B, R, KV, H] with new [B, T, KV, H] in layer `index` at slots [B, T]; a slot past the end is dropped.
+def _apart(stacked_or_not: Any, layers: int) -> tuple[Array, ...]:
+    if isinstance(stacked_or_not, tuple):
+        return stacked_or_not
+    return tuple(stacked_or_not[i] for i in range(layers))
 
-    `cache.at[index, rows, slots].set(new)`, but with rows as a batch axis of the scatter: what is spread over a mesh by
-    rows then stays where it is, while indices of rows would have every device gather them all.
+
+def _writer(cache: KVCache, mask: Array) -> Callable[[Array, Array | None, Array, int], Array]:
+    """(cache [L, B, …], layer, new [B, T, KV, H], axis of the slots) -> cache with the tokens under the mask in it; or
+    ([B, …], None, …) -> one layer's."""
+    if cache.slot is not None:
+        chex.assert_axis_dimension(mask, 1, 1)
+        slot = cache.slot
+
+        def in_step(leaf: Array, index: Array | None, new: Array, axis: int) -> Array:
+            # What a row that has ended gets here lies past its length, where nobody looks.
+            token = jnp.expand_dims(new[:, 0], axis)
+            start = [jnp.int32(0)] * token.ndim
+            start[axis] = slot
+            if index is None:
+                return jax.lax.dynamic_update_slice(leaf, token, start)
+            return jax.lax.dynamic_update_slice(leaf, token[None], [index.astype(jnp.int32), *start])
+
+        return in_step
+    # Past the end: dropped. That is where padding goes.
+    slots = jnp.where(mask > 0, cache.length[:, None] + jnp.cumsum(mask, 1, dtype=jnp.int32) - 1, cache.width)
+    return lambda leaf, index, new, axis: _write_slots(leaf, index, slots, new, axis)
+
+
+def _write_slots(cache: Array, index: Array | None, slots: Array, new: Array, axis: int) -> Array:
+    """cache [L, B, …] with new [B, T, KV, H] in layer `index` at slots [B, T] of `axis`; one past the end is dropped.
+
+    `cache.at[index, rows, …, slots].set(new)`, but with rows as a batch axis of the scatter: what is spread over a mesh
+    by rows then stays where it is, while indices of rows would have every device gather them all.
     """
+    if index is None:
+        return _write_slots(cache[None], jnp.int32(0), slots, new, axis)[0]
+    axis = cache.ndim + axis
     where = jnp.stack([jnp.full(slots.shape, index, slots.dtype), slots], -1)
     numbers = jax.lax.ScatterDimensionNumbers(
         update_window_dims=(2, 3),
-        inserted_window_dims=(0, 2),
-        scatter_dims_to_operand_dims=(0, 2),
+        inserted_window_dims=(0, axis),
+        scatter_dims_to_operand_dims=(0, axis),
         operand_batching_dims=(1,),
         scatter_indices_batching_dims=(0,),
     )
@@ -254,15 +315,15 @@ def _write_slots(cache: Array, index: Array | int, slots: Array, new: Array) -> 
 
 
 def _init_cache(config: TransformerConfig, compute_dtype: Any, rows: int, width: int) -> KVCache:
-    def empty(groups: int, slots: int) -> Array:
-        return jnp.zeros((config.num_layers, groups, slots, config.num_kv_heads, config.head_dim), compute_dtype)
+    def empty(*slots_and_size: int) -> Array:
+        return jnp.zeros((config.num_layers, rows, config.num_kv_heads, *slots_and_size), compute_dtype)
 
     return KVCache(
-        prompt_k=empty(rows, 0),
-        prompt_v=empty(rows, 0),
+        prompt_k=empty(config.head_dim, 0),
+        prompt_v=empty(0, config.head_dim),
         prompt_length=jnp.zeros(rows, jnp.int32),
-        k=empty(rows, width),
-        v=empty(rows, width),
+        k=empty(config.head_dim, width),
+        v=empty(width, config.head_dim),
         length=jnp.zeros(rows, jnp.int32),
     )
 

@@ -65,8 +65,8 @@ def main(descriptor: int, parent: int) -> None:
 
 
 def _outlive_requests_to_stop() -> None:
-    """A scheduler sends its SIGTERM or SIGUSR1 to every process of a job. The run ends its step then, and needs its
-    workers for that; it ends them itself. What a function has forked is no worker, and stops."""
+    """A scheduler sends its SIGTERM, SIGUSR1 or SIGHUP to every process of a job. The run ends its step then, and needs
+    its workers for that; it ends them itself. What a function has forked is no worker, and stops."""
     own = os.getpid()
 
     def handle(number: int, frame: Any) -> None:
@@ -74,7 +74,7 @@ def _outlive_requests_to_stop() -> None:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
 
-    for name in ("SIGTERM", "SIGUSR1"):
+    for name in ("SIGTERM", "SIGUSR1", "SIGHUP"):
         if hasattr(signal, name):
             signal.signal(getattr(signal, name), handle)
 

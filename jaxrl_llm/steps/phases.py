@@ -19,7 +19,7 @@ from jaxrl_llm.models.declare import init_declared
 from jaxrl_llm.sharding import Layout
 from jaxrl_llm.steps.advantage import compute_advantages
 from jaxrl_llm.steps.reference import sync_reference
-from jaxrl_llm.steps.rollout import StopRules, no_stop_rules, rollout
+from jaxrl_llm.steps.rollout import Cascade, StopRules, no_stop_rules, rollout
 from jaxrl_llm.steps.sampling import Sampling
 from jaxrl_llm.steps.scoring import in_micro_batches, score_tokens, score_values
 from jaxrl_llm.steps.training import (
@@ -140,7 +140,7 @@ def make_program(
     steps = config.trainer.steps if total_steps is None else total_steps
     estimator, options = chosen_estimator(config)
     score = partial(_score, config, layout, actor)
-    rollout_of = partial(gen, actor, layout, width=config.rollout.response_length)
+    rollout_of = partial(gen, actor, layout, width=config.rollout.response_length, cascade=cascade(config, layout))
     relayout = partial(layout.undo_fsdp, declaration=actor.declare()) if config.rollout.gather_params else None
     # In the critic's warm-up the actor does not move.
     actor_steps = max(steps - (config.critic.warmup_steps if critic else 0), 1)
@@ -189,6 +189,18 @@ def train_sampling(config: Config) -> Sampling:
     return Sampling(temperature=r.temperature, top_k=r.top_k, top_p=r.top_p, min_p=r.min_p)
 
 
+def cascade(config: Config, layout: Layout) -> Cascade:
+    """The shapes in which rollouts decode."""
+    c = config.rollout.cascade
+    return Cascade(width=c.width, halvings=c.halvings, min_rows=c.min_rows, shards=layout.batch_shards)
+
+
+def with_whole_tables(actor: Model, layout: Layout, view: Params) -> Params:
+    """The sampler's view with what has an axis of the vocabulary whole over fsdp: the prompts' lookup, each token's and
+    the head then share one copy, which compilers otherwise may or may not find out by themselves."""
+    return layout.undo_fsdp(view, actor.declare(), only="vocab")
+
+
 def gen(
     actor: Model,
     layout: Layout,
@@ -200,9 +212,11 @@ def gen(
     n: int,
     width: int,
     sampling: Sampling,
+    cascade: Cascade,
 ) -> Batch:
     """The rollout, its rows spread over the mesh."""
-    batch = rollout(actor, view, prompts, key, n=n, width=width, sampling=sampling, stops=stops)
+    view = with_whole_tables(actor, layout, view)
+    batch = rollout(actor, view, prompts, key, n=n, width=width, sampling=sampling, stops=stops, cascade=cascade)
     return layout.constrain_rows(batch)
 
 

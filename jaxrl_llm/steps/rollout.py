@@ -7,13 +7,20 @@ draws depend on nothing but who it is: permuting the prompts permutes the respon
 
 from __future__ import annotations
 
+import dataclasses
+from functools import partial
+from typing import Any, TypeVar
+
 import chex
 import jax
 import jax.numpy as jnp
 from flax import struct
 
+from jaxrl_llm.models.cache import put_rows, take_rows
 from jaxrl_llm.steps.sampling import Sampling, sample
-from jaxrl_llm.types import FINISH_LENGTH, FINISH_STOP, Array, Batch, DecodeState, KVCache, Model, Params, Prompts
+from jaxrl_llm.types import FINISH_LENGTH, FINISH_STOP, Array, Batch, Cache, DecodeState, Model, Params, Prompts
+
+AnyCache = TypeVar("AnyCache", bound=Cache)
 
 
 class StopRules(struct.PyTreeNode):
@@ -31,7 +38,7 @@ def no_stop_rules(vocab_size: int) -> StopRules:
     )
 
 
-def append(model: Model, params: Params, cache: KVCache, tokens: Array, mask: Array) -> tuple[Array, KVCache]:
+def append(model: Model, params: Params, cache: AnyCache, tokens: Array, mask: Array) -> tuple[Array, AnyCache]:
     """Puts tokens into the cache: a prompt to be prefilled, a sampled token, or an environment's observation.
 
     Args:
@@ -43,70 +50,190 @@ def append(model: Model, params: Params, cache: KVCache, tokens: Array, mask: Ar
       hidden, compute dtype [B, D], of each row's last real token (undefined for a row without any), and the cache.
     """
     chex.assert_equal_shape([tokens, mask])
-    rows = tokens.shape[0]
-    start = jnp.repeat(cache.prompt_length, rows // cache.prompt_length.shape[0]) + cache.length
-    positions = start[:, None] + jnp.maximum(jnp.cumsum(mask, 1, dtype=jnp.int32) - 1, 0)
+    positions = (cache.start + cache.length)[:, None] + jnp.maximum(jnp.cumsum(mask, 1, dtype=jnp.int32) - 1, 0)
     hidden, filled = model.forward(params, jnp.where(mask, tokens, 0), positions, mask.astype(jnp.int32), cache=cache)
     assert filled is not None
     last = jnp.where(mask, jnp.arange(mask.shape[1])[None, :], 0).max(1)
     return jnp.take_along_axis(hidden, last[:, None, None], 1)[:, 0], filled
 
 
+@dataclasses.dataclass(frozen=True)
+class Cascade:
+    """In which shapes a rollout decodes, see `decode`. Static: each shape is a loop of its own in the program."""
+
+    width: int = 64  # slots of a row's cache at first; they double until the response fits; 0: all at once
+    halvings: int = 2  # how often half of the rows may leave the batch
+    min_rows: int = 8  # that a shard keeps at least
+    shards: int = 1  # into how many equal parts the rows are spread over a mesh
+
+    def widths(self, limit: int) -> list[int]:
+        """The cache's widths, the last of them `limit`.
+
+        >>> Cascade(width=64).widths(300)
+        [64, 128, 300]
+        """
+        widths, width = [], self.width
+        while width and 2 * width <= limit:
+            widths.append(width)
+            width *= 2
+        return [*widths, limit]
+
+    def sizes(self, rows: int) -> list[int]:
+        """The numbers of rows.
+
+        >>> Cascade(halvings=3, min_rows=8).sizes(32)
+        [32, 16, 8]
+        """
+        sizes = [rows]
+        for _ in range(self.halvings):
+            half, odd = divmod(sizes[-1], 2)
+            if odd or half % self.shards or half < self.min_rows * self.shards:
+                break
+            sizes.append(half)
+        return sizes
+
+
+class _Rows(struct.PyTreeNode):
+    """Rows in the midst of a turn, every leaf by row."""
+
+    hidden: Array  # compute dtype [b, D], of the last token in the cache
+    uniform: Array  # float32 [b, R], one number for each token of the response frame
+    tokens: Array  # int32 [b, R], of this turn, from slot 0 on
+    log_probs: Array  # float32 [b, R]
+    length: Array  # int32 [b], tokens in the response frame
+    max_new_tokens: Array  # int32 [b]
+    stop_state: Array  # int32 [b]
+    finish_reason: Array  # int32 [b]
+
+    @property
+    def active(self) -> Array:
+        return self.finish_reason == 0
+
+    def take(self, rows: Array) -> _Rows:
+        return jax.tree.map(lambda x: take_rows(x, rows), self)
+
+    def put(self, rows: Array, part: _Rows) -> _Rows:
+        return jax.tree.map(lambda x, new: put_rows(x, rows, new), self, part)
+
+
 def decode(
-    model: Model, params: Params, cache: KVCache, state: DecodeState, *, sampling: Sampling, stops: StopRules
-) -> tuple[KVCache, DecodeState]:
+    model: Model,
+    params: Params,
+    cache: AnyCache,
+    state: DecodeState,
+    *,
+    sampling: Sampling,
+    stops: StopRules,
+    first_turn: bool = False,
+    cascade: Cascade = Cascade(),
+) -> tuple[AnyCache, DecodeState]:
     """Samples until each row has stopped or has its `max_new_tokens`; the loop ends with the last of them.
 
     Args:
       cache: of B rows; the row's prompt, and what it has said so far, are in it.
       state: of B rows, see `start_decoding`. Rows that are done are left as they are.
+      first_turn: whether no row has said anything yet.
+      cascade: the cache grows with the longest response so far (in a first turn), and as soon as half of the rows have
+        ended the others go on without them. Neither changes what is sampled, but for the last bits of sums.
 
     Returns:
-      The cache with every sampled token in it, the last one too, and the state with `responses`, `response_mask`,
-      `rollout_log_probs`, `length` and `finish_reason` filled in.
+      The cache with every sampled token in it but the last one of each row, which nothing follows yet, and the state
+      with `responses`, `response_mask`, `rollout_log_probs`, `length` and `finish_reason` filled in.
     """
     stop_ids = jnp.where(stops.ids < 0, model.vocab_size, stops.ids)
     is_stop = jnp.zeros(model.vocab_size, bool).at[stop_ids].set(True, mode="drop")
     matched = stops.strings.shape[0] - 1
 
-    def step(carry: tuple[KVCache, DecodeState]) -> tuple[KVCache, DecodeState]:
-        cache, s = carry
-        active = ~s.done
-        logits = model.heads["logits"](params, s.hidden)
-        held = s.length < stops.min_new_tokens
+    def say(t: Array, rows: _Rows) -> _Rows:
+        """The t-th token of this turn, of the rows that go on."""
+        logits = model.heads["logits"](params, rows.hidden)
+        held = rows.length < stops.min_new_tokens
         logits = jnp.where(held[:, None] & is_stop[None, :], -jnp.inf, logits)
-        uniform = jax.vmap(lambda key, t: jax.random.uniform(jax.random.fold_in(key, t)))(s.key, s.length)
-        token, log_prob = sample(logits, uniform, sampling)
-
-        length = s.length + active
-        automaton = stops.strings[s.stop_state, token]
-        may_stop = length >= stops.min_new_tokens
-        automaton = jnp.where((automaton == matched) & ~may_stop, 0, automaton)
+        at = jnp.minimum(rows.length, rows.uniform.shape[1] - 1)[:, None]
+        token, log_prob = sample(logits, jnp.take_along_axis(rows.uniform, at, 1)[:, 0], sampling)
+        active = rows.active
+        length = rows.length + active
+        automaton = stops.strings[rows.stop_state, token]
+        automaton = jnp.where((automaton == matched) & (length < stops.min_new_tokens), 0, automaton)
         stopped = is_stop[token] | (automaton == matched)
-        reason = jnp.where(stopped, FINISH_STOP, jnp.where(length >= s.max_new_tokens, FINISH_LENGTH, 0))
-        slot = jnp.where(active, s.length, s.responses.shape[1])  # past the end: dropped
-
-        hidden, cache = append(model, params, cache, token[:, None], active[:, None])
-        return cache, s.replace(
-            hidden=jnp.where(active[:, None], hidden, s.hidden),
-            responses=_put(s.responses, slot, token),
-            response_mask=_put(s.response_mask, slot, active),
-            rollout_log_probs=_put(s.rollout_log_probs, slot, log_prob.astype(s.rollout_log_probs.dtype)),
+        reason = jnp.where(stopped, FINISH_STOP, jnp.where(length >= rows.max_new_tokens, FINISH_LENGTH, 0))
+        # What a row that has ended gets here lies past its length.
+        return rows.replace(
+            tokens=jax.lax.dynamic_update_index_in_dim(rows.tokens, token, t, 1),
+            log_probs=jax.lax.dynamic_update_index_in_dim(rows.log_probs, log_prob.astype(rows.log_probs.dtype), t, 1),
             length=length,
-            stop_state=jnp.where(active, automaton, s.stop_state),
-            finish_reason=jnp.where(active, reason, s.finish_reason).astype(jnp.int32),
+            stop_state=jnp.where(active, automaton, rows.stop_state),
+            finish_reason=jnp.where(active, reason, rows.finish_reason).astype(jnp.int32),
         )
 
-    return jax.lax.while_loop(lambda carry: ~carry[1].done.all(), step, (cache, state))
+    def step(carry: tuple[Array, AnyCache, _Rows]) -> tuple[Array, AnyCache, _Rows]:
+        t, cache, rows = carry
+        token = jax.lax.dynamic_index_in_dim(rows.tokens, t, 1)
+        hidden, cache = append(model, params, cache, token, rows.active[:, None])
+        rows = rows.replace(hidden=jnp.where(rows.active[:, None], hidden, rows.hidden))
+        return t + 1, cache, say(t + 1, rows)
+
+    def run(t: Array, cache: AnyCache, rows: _Rows, sizes: list[int], limit: int) -> tuple[Array, AnyCache, _Rows]:
+        """Until every row is done or has no room for token `limit`; of half of the rows in smaller shapes."""
+        shards = cascade.shards
+
+        def going(rows: _Rows) -> Array:
+            return rows.active.reshape(shards, -1)
+
+        left = sizes[1] // shards if sizes[1:] else 0
+        more = lambda carry: (going(carry[2]).sum(1).max() > left) & (carry[0] < limit)  # noqa: E731
+        t, cache, rows = jax.lax.while_loop(more, step, (t, cache, rows))
+        if sizes[1:]:
+            first = jnp.argsort(~going(rows), 1, stable=True)[:, :left].astype(jnp.int32)
+            t, some, part = run(t, cache.take(first), rows.take(first), sizes[1:], limit)
+            cache, rows = cache.put(first, some), rows.put(first, part)
+        return t, cache, rows
+
+    width = state.responses.shape[1]
+    start = state.length
+    token_keys = jax.vmap(lambda key: jax.vmap(partial(jax.random.fold_in, key))(jnp.arange(width)))(state.key)
+    rows = _Rows(
+        hidden=state.hidden,
+        uniform=jax.vmap(jax.vmap(jax.random.uniform))(token_keys),
+        tokens=jnp.zeros_like(state.responses),
+        log_probs=jnp.zeros_like(state.rollout_log_probs),
+        length=start,
+        max_new_tokens=state.max_new_tokens,
+        stop_state=state.stop_state,
+        finish_reason=state.finish_reason,
+    )
+    t, rows = jnp.int32(0), say(jnp.int32(0), rows)
+    widths = cascade.widths(width) if first_turn else [width]
+    if first_turn:
+        cache = cache.in_step()
+    for room in widths:
+        cache = cache.grow(room)
+        t, cache, rows = run(t, cache, rows, cascade.sizes(start.shape[0]), room)
+    # What was said in this turn goes behind what was said before it.
+    at = jnp.arange(width)[None, :] - start[:, None]
+    said = (at >= 0) & (at < (rows.length - start)[:, None])
+
+    def into(frame: Array, new: Array) -> Array:
+        return jnp.where(said, jnp.take_along_axis(new, jnp.maximum(at, 0), 1), frame)
+
+    return cache.out_of_step(), state.replace(
+        hidden=rows.hidden,
+        responses=into(state.responses, rows.tokens),
+        response_mask=state.response_mask | said,
+        rollout_log_probs=into(state.rollout_log_probs, rows.log_probs),
+        length=rows.length,
+        stop_state=rows.stop_state,
+        finish_reason=rows.finish_reason,
+    )
 
 
-# Row by row: indexed with [rows, slot], a batch spread over a mesh would be gathered at every token.
+# Row by row: indexed with [rows, slot], a batch spread over a mesh would be gathered.
 _put = jax.vmap(lambda row, slot, value: row.at[slot].set(value, mode="drop"))
 
 
 def observe(
-    model: Model, params: Params, cache: KVCache, state: DecodeState, tokens: Array, mask: Array
-) -> tuple[KVCache, DecodeState]:
+    model: Model, params: Params, cache: AnyCache, state: DecodeState, tokens: Array, mask: Array
+) -> tuple[AnyCache, DecodeState]:
     """Puts an environment's observation behind what each row has sampled; those rows can be decoded further.
 
     The tokens are in the row's context and in its frame, but not in its `response_mask`: the policy did not say them,
@@ -118,7 +245,11 @@ def observe(
         whose frame (`max_new_tokens`) has no room behind it ends by its length.
     """
     chex.assert_equal_shape([tokens, mask])
-    hidden, cache = append(model, params, cache, tokens, mask)
+    # What a row said last is not in the cache yet.
+    waiting = mask.any(1) & (cache.length < state.length)
+    last = jnp.take_along_axis(state.responses, jnp.maximum(state.length - 1, 0)[:, None], 1)
+    both = jnp.concatenate([last, tokens], 1), jnp.concatenate([waiting[:, None], mask], 1)
+    hidden, cache = append(model, params, cache, *both)
     slots = jnp.where(mask, state.length[:, None] + jnp.cumsum(mask, 1) - 1, state.responses.shape[1])
     length, observed = state.length + mask.sum(1, dtype=jnp.int32), mask.any(1)
     again = jnp.where(length < state.max_new_tokens, 0, FINISH_LENGTH)
@@ -162,8 +293,8 @@ def row_keys(key: Array, uid: Array, n: int) -> Array:
 
 
 def begin(
-    model: Model, params: Params, prompts: Prompts, key: Array, *, n: int, width: int
-) -> tuple[KVCache, DecodeState]:
+    model: Model, params: Params, prompts: Prompts, key: Array, *, n: int, width: int, cascade: Cascade = Cascade()
+) -> tuple[Any, DecodeState]:
     """The prompts in the cache, once for the n rows of each, and every row ready for its first token; see `rollout`."""
     groups, prompt_width = prompts.prompts.shape
     chex.assert_shape(prompts.prompt_mask, (groups, prompt_width))
@@ -174,7 +305,7 @@ def begin(
     hidden, cache = append(model, params, empty, prompts.prompts, prompts.prompt_mask)
     keys = row_keys(key, prompts.uid, n)
     state = start_decoding(jnp.repeat(hidden, n, axis=0), keys, jnp.repeat(limit, n, axis=0), width)
-    return cache.fork(n, width), state
+    return cache.fork(n, cascade.widths(width)[0]), state
 
 
 def as_batch(prompts: Prompts, state: DecodeState) -> Batch:
@@ -203,6 +334,7 @@ def rollout(
     width: int,
     sampling: Sampling,
     stops: StopRules,
+    cascade: Cascade = Cascade(),
 ) -> Batch:
     """n responses of at most `width` tokens to each prompt: the phase `gen`.
 
@@ -211,11 +343,12 @@ def rollout(
       prompts: [G, P]; filler prompts get empty responses.
       key: the step's for this phase; consumed.
       n, width: responses per prompt; R, slots of the response frame.
+      cascade: see `decode`.
 
     Returns:
       A batch of G·n rows with the evidence of `gen`. A row's tokens depend on key, uid and sample index alone, not on
       where it stands (bitwise at one shape; other shapes sum in another order).
     """
-    cache, state = begin(model, params, prompts, key, n=n, width=width)
-    _, state = decode(model, params, cache, state, sampling=sampling, stops=stops)
+    cache, state = begin(model, params, prompts, key, n=n, width=width, cascade=cascade)
+    _, state = decode(model, params, cache, state, sampling=sampling, stops=stops, first_turn=True, cascade=cascade)
     return as_batch(prompts, state)

@@ -4,6 +4,7 @@ drawn."""
 from __future__ import annotations
 
 import dataclasses
+from typing import NamedTuple
 
 import chex
 import jax
@@ -40,12 +41,18 @@ def sample(logits: Array, uniform: Array, sampling: Sampling) -> tuple[Array, Ar
     """
     chex.assert_rank([logits, uniform], [2, 1])
     if sampling.temperature == 0:
-        token = jnp.argmax(logits, -1).astype(jnp.int32)
+        # The first of the largest; on CPUs several times faster than argmax.
+        size = logits.shape[-1]
+        places = jnp.where(logits == logits.max(-1, keepdims=True), jnp.arange(size)[None, :], size - 1)
+        token = places.min(-1).astype(jnp.int32)
+        weights, top = _weights(logits)
+        total = weights.sum(-1)
     else:
         logits = filter_logits(logits / sampling.temperature, sampling)
-        token = draw(logits, uniform)
+        weights, top = _weights(logits)
+        token, total = _draw(weights, uniform)
     chosen = jnp.take_along_axis(logits, token[:, None], 1)[:, 0]
-    return token, chosen - jax.nn.logsumexp(logits, -1)
+    return token, chosen - top[:, 0] - jnp.log(total)
 
 
 def filter_logits(logits: Array, sampling: Sampling) -> Array:
@@ -54,16 +61,66 @@ def filter_logits(logits: Array, sampling: Sampling) -> Array:
         threshold = jax.lax.top_k(logits, sampling.top_k)[0][:, -1:]
         logits = jnp.where(logits >= threshold, logits, -jnp.inf)
     if sampling.top_p < 1:
-        descending = jnp.sort(logits, -1, descending=True)
-        mass = jax.nn.softmax(descending, -1)
-        before = jnp.cumsum(mass, -1) - mass
-        keep = (before < sampling.top_p).at[:, 0].set(True)
-        threshold = jnp.where(keep, descending, jnp.inf).min(-1, keepdims=True)
-        logits = jnp.where(logits >= threshold, logits, -jnp.inf)
+        logits = jnp.where(logits > below_nucleus(logits, sampling.top_p)[:, None], logits, -jnp.inf)
     if sampling.min_p > 0:
         threshold = logits.max(-1, keepdims=True) + jnp.log(sampling.min_p)
         logits = jnp.where(logits >= threshold, logits, -jnp.inf)
     return logits
+
+
+class _End(NamedTuple):
+    """One end of the interval in which a nucleus ends, of each row."""
+
+    at: Array  # [B], a logit
+    mass: Array  # [B], of the entries above it
+    count: Array  # int32 [B], of these entries
+    pull: Array  # [B], how far the mass is from what is sought; halved whenever the other end has moved twice
+    moved: Array  # bool [B], whether this end moved last
+
+
+def below_nucleus(logits: Array, top_p: float) -> Array:
+    """The nucleus of each row of logits [B, V] without sorting: [B], such that the entries above it are the fewest
+    likeliest whose mass reaches top_p.
+
+    The mass of what lies above a number falls as the number grows, so the place where it passes top_p can be searched
+    for: between a low end, with at least top_p above it, and a high end, with less. A look at the logits tries where
+    the straight line between the two points to (regula falsi; Dowell and Jarratt 1971, "Illinois"), every third time
+    the middle. A row is done when one entry is left in between, or several equal ones, or no more than rounding leaves
+    of a sum. That is some ten looks; a sort of 49,152 entries takes as long as hundreds.
+    """
+    weights, top = _weights(logits)
+    top, total = top[:, 0], weights.sum(-1)
+    target, rounding = top_p * total, jnp.finfo(weights.dtype).eps * total
+
+    def end(at: Array) -> _End:
+        # The mass and the number of the entries in one reduction: on CPUs the fastest way.
+        chosen = logits > at[:, None]
+        zero = jnp.zeros((), weights.dtype), jnp.int32(0)
+        both = jnp.where(chosen, weights, 0), chosen.astype(jnp.int32)
+        mass, count = jax.lax.reduce(both, zero, lambda a, b: (a[0] + b[0], a[1] + b[1]), (1,))
+        return _End(at, mass, count, jnp.abs(mass - target), jnp.ones(at.shape, bool))
+
+    def open_rows(low: _End, high: _End) -> Array:
+        middle = low.at + (high.at - low.at) * 0.5
+        apart = (middle > low.at) & (middle < high.at)
+        return apart & (low.count - high.count > 1) & (low.mass - high.mass > rounding)
+
+    def look(search: tuple[Array, _End, _End]) -> tuple[Array, _End, _End]:
+        step, low, high = search
+        share = jnp.clip(low.pull / jnp.maximum(low.pull + high.pull, rounding), 0.01, 0.99)
+        new = end(low.at + (high.at - low.at) * jnp.where(step % 3 == 2, 0.5, share))
+        going, enough = open_rows(low, high), new.mass >= target
+
+        def moved(old: _End, moves: Array) -> _End:
+            waits = old._replace(moved=jnp.zeros_like(moves), pull=jnp.where(old.moved, old.pull, old.pull * 0.5))
+            return jax.tree.map(lambda a, b, c: jnp.where(going, jnp.where(moves, a, b), c), new, waits, old)
+
+        return step + 1, moved(low, enough), moved(high, ~enough)
+
+    # All that is lighter than this has together less mass than may be left out.
+    least = top + jnp.log((1 - top_p) * total / logits.shape[-1]) - 0.01
+    search = (jnp.int32(0), end(least), end(top))
+    return jax.lax.while_loop(lambda search: open_rows(*search[1:]).any(), look, search)[1].at
 
 
 def draw(logits: Array, uniform: Array) -> Array:
@@ -73,8 +130,18 @@ def draw(logits: Array, uniform: Array) -> Array:
     entry, as in `jax.random.categorical`, would take several times as long. Each target is kept strictly below the sum
     that it is sought in, so that rounding can never lead to an entry of probability 0.
     """
-    rows, size = logits.shape
-    weights = jnp.exp(logits - logits.max(-1, keepdims=True))
+    return _draw(_weights(logits)[0], uniform)[0]
+
+
+def _weights(logits: Array) -> tuple[Array, Array]:
+    """exp(logits − top) [B, V], and top [B, 1], the largest of each row."""
+    top = logits.max(-1, keepdims=True)
+    return jnp.exp(logits - top), top
+
+
+def _draw(weights: Array, uniform: Array) -> tuple[Array, Array]:
+    """The tokens drawn, int32 [B], and the sums of the weights, [B]."""
+    rows, size = weights.shape
     blocks = jnp.pad(weights, ((0, 0), (0, -size % BLOCK))).reshape(rows, -1, BLOCK)
     sums = jnp.cumsum(blocks.sum(-1), -1)
     target = _below(uniform * sums[:, -1], sums[:, -1])
@@ -82,7 +149,7 @@ def draw(logits: Array, uniform: Array) -> Array:
     before = jnp.where(block > 0, jnp.take_along_axis(sums, jnp.maximum(block - 1, 0)[:, None], 1)[:, 0], 0)
     inside = jnp.cumsum(jnp.take_along_axis(blocks, block[:, None, None], 1)[:, 0], -1)
     target = _below(jnp.maximum(target - before, 0), inside[:, -1])
-    return (block * BLOCK + (inside <= target[:, None]).sum(-1)).astype(jnp.int32)
+    return (block * BLOCK + (inside <= target[:, None]).sum(-1)).astype(jnp.int32), sums[:, -1]
 
 
 def _below(target: Array, total: Array) -> Array:
