@@ -46,9 +46,10 @@ def _remembered(dtype: str) -> float:
     folder, key, known = jax.config.values["jax_compilation_cache_dir"], f"{_device()} {dtype}", {}
     path = Path(folder) / FILE if folder and jax.config.values["jax_enable_compilation_cache"] else None
     if path:
-        with contextlib.suppress(OSError, ValueError):
-            known = json.loads(path.read_text())
-            return float(known[key])
+        with contextlib.suppress(OSError, ValueError, TypeError):
+            known = {name: float(figure) for name, figure in dict(json.loads(path.read_text())).items()}
+    if key in known:
+        return known[key]
     found = measured_flops(dtype)
     if path and path.parent.is_dir():
         with contextlib.suppress(OSError):

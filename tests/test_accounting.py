@@ -164,8 +164,12 @@ def test_a_peak_is_given_or_measured_once(monkeypatch: pytest.MonkeyPatch, tmp_p
     try:
         for _ in range(2):
             peaks._remembered.cache_clear()
+            assert peaks.peak_flops(-1.0, "float32") == peaks.peak_flops(-1.0, "bfloat16") == 7e9
+        assert calls == ["float32", "bfloat16"] and len(json.loads((tmp_path / peaks.FILE).read_text())) == 2
+        for damaged in ("", "[1]", '{"x": "y"}'):
+            (tmp_path / peaks.FILE).write_text(damaged)
+            peaks._remembered.cache_clear()
             assert peaks.peak_flops(-1.0, "float32") == 7e9
-        assert calls == ["float32"] and len(json.loads((tmp_path / peaks.FILE).read_text())) == 1
     finally:
         for name, value in before.items():
             jax.config.update(name, value)
