@@ -1,0 +1,1 @@
+"""What the benchmarks share: options and models (cases.py, presets.py), lengths, clocks, work in FLOPs."""
