@@ -30,6 +30,7 @@ import pytest
 from jaxrl_llm import checkpoint, timers, train
 from jaxrl_llm.checkpoint import Checkpoints
 from jaxrl_llm.errors import leave
+from jaxrl_llm.metrics import CLOCKS
 from jaxrl_llm.rewards import batched
 from jaxrl_llm.trainer import Run, fit
 from tests import tiny_folder, tiny_runs
@@ -69,6 +70,7 @@ def start(tmp_path: Path, *arguments: str, **environment: str) -> subprocess.Pop
     given = {
         **os.environ,
         "TMPDIR": str(scratch),
+        "JAX_ENABLE_COMPILATION_CACHE": "true",
         "JAX_COMPILATION_CACHE_DIR": str(tiny_folder.session_folder() / "killed"),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
@@ -81,8 +83,7 @@ def start(tmp_path: Path, *arguments: str, **environment: str) -> subprocess.Pop
 
 
 def without_clocks(lines: Rows) -> Rows:
-    clocks = ("timing", "perf/time_per_step", "perf/throughput")
-    return [{name: value for name, value in line.items() if not name.startswith(clocks)} for line in lines]
+    return [{name: value for name, value in line.items() if not name.startswith(CLOCKS)} for line in lines]
 
 
 # Rewards
