@@ -215,8 +215,8 @@ def _token_stats(
 def _stats(
     with_entropy: bool, with_sum_pi_squared: bool, logits: Array, labels: Array, temperature: Array
 ) -> TokenStats:
-    """`TokenStats` of logits [..., V], with a gradient by formula: nothing else of a chunk is kept for it, and no scatter
-    puts a token's share into its place. The temperature has no gradient."""
+    """`TokenStats` of logits [..., V], with a gradient by formula: nothing else of a chunk is kept for it, and no
+    scatter puts a token's share into its place. The temperature has no gradient."""
     return _stats_forward(with_entropy, with_sum_pi_squared, logits, labels, temperature)[0]
 
 
