@@ -1,6 +1,7 @@
 """Runs that something happens to: hooks and programs for tests/test_faults.py and tests/test_killed.py.
 
 python -m tests.faulty train PHASE STEP ARGUMENT...   the command train, killed (SIGKILL) in a phase of a step
+python -m tests.faulty starve PHASE ARGUMENT...       the command train, with little more memory from a phase on
 python -m tests.faulty save FOLDER                    saves one step after the other until it is killed
 python -m tests.faulty meshes FOLDER                  saves on 2 x 4 devices, restores on others
 """
@@ -28,6 +29,7 @@ import pytest
 
 from jaxrl_llm import checkpoint, timers, train
 from jaxrl_llm.checkpoint import Checkpoints
+from jaxrl_llm.errors import leave
 from jaxrl_llm.metrics import CLOCKS
 from jaxrl_llm.rewards import batched
 from jaxrl_llm.trainer import Run, fit
@@ -149,6 +151,25 @@ def killed_train(phase: str, step: int, arguments: list[str]) -> int:
     return train.main(arguments)
 
 
+def starved_train(phase: str, arguments: list[str]) -> int:
+    """From the phase on the process may have a megabyte more of data than it has then."""
+    import resource
+
+    entered, limited = timers.Timers._enter, False
+
+    def enter(self: timers.Timers, name: str) -> None:
+        nonlocal limited
+        entered(self, name)
+        if name == phase and not limited:
+            limited = True
+            lines = Path("/proc/self/status").read_text().splitlines()
+            has = next(int(line.split()[1]) for line in lines if line.startswith("VmData:")) << 10
+            resource.setrlimit(resource.RLIMIT_DATA, (has + (1 << 20), has + (1 << 20)))
+
+    timers.Timers._enter = enter  # pyright: ignore[reportAttributeAccessIssue]
+    return train.main(arguments)
+
+
 def state_of(step: int, size: int) -> dict[str, jax.Array]:
     return {f"{i}": jnp.arange(size, dtype=jnp.float32) * step + i for i in range(4)}
 
@@ -197,4 +218,6 @@ if __name__ == "__main__":
     job, *rest = sys.argv[1:]
     if job == "train":
         sys.exit(killed_train(rest[0], int(rest[1]), rest[2:]))
+    if job == "starve":
+        leave(starved_train(rest[0], rest[1:]))
     {"save": save_for_ever, "meshes": on_meshes}[job](Path(rest[0]))
