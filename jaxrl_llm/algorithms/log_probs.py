@@ -215,8 +215,8 @@ def _token_stats(
 def _stats(
     with_entropy: bool, with_sum_pi_squared: bool, logits: Array, labels: Array, temperature: Array
 ) -> TokenStats:
-    """`TokenStats` of logits [..., V], with a gradient by formula: of a chunk of logits nothing else is kept for it, and
-    no scatter puts a token's share into its place. The temperature has no gradient."""
+    """`TokenStats` of logits [..., V], with a gradient by formula: nothing else of a chunk is kept for it, and no scatter
+    puts a token's share into its place. The temperature has no gradient."""
     return _stats_forward(with_entropy, with_sum_pi_squared, logits, labels, temperature)[0]
 
 
@@ -235,15 +235,16 @@ def _stats_forward(
 def _stats_backward(with_entropy: bool, with_sum_pi_squared: bool, kept: Any, g: TokenStats) -> tuple[Any, ...]:
     """With z = logits / T: ∂ log π_a / ∂z_v = [v = a] − π_v, ∂H / ∂z_v = −π_v (log π_v + H),
     ∂ Σπ² / ∂z_v = 2 π_v (π_v − Σπ²)."""
+    del with_entropy, with_sum_pi_squared
     logits, labels, temperature, stats = kept
     log_pi = _log_softmax(logits, temperature)
     pi = jnp.exp(log_pi)
     slots = jnp.arange(logits.shape[-1], dtype=labels.dtype)[(None,) * labels.ndim]
     of_logits = g.log_probs[..., None] * (jnp.where(slots == labels[..., None], 1, 0) - pi)
-    if with_entropy:
+    if stats.entropys is not None and g.entropys is not None:
         surprise = jnp.where(pi > 0, log_pi, 0) + stats.entropys[..., None]
         of_logits = of_logits - g.entropys[..., None] * pi * surprise
-    if with_sum_pi_squared:
+    if stats.sum_pi_squared is not None and g.sum_pi_squared is not None:
         of_logits = of_logits + 2 * g.sum_pi_squared[..., None] * pi * (pi - stats.sum_pi_squared[..., None])
     return (of_logits / temperature).astype(logits.dtype), None, jnp.zeros_like(temperature)
 

@@ -14,8 +14,9 @@ from jaxrl_llm.types import Array
 def matmul(x: Array, kernel: Array) -> Array:
     """x [..., D] @ kernel [D, F], of one dtype.
 
-    The kernel's gradient is xᵀ g or (gᵀ x)ᵀ, whichever turns the narrower of the two around: on a CPU that is a copy, with
-    all the element-wise work in it that the array comes of. Differentiation by itself would always choose the second.
+    The kernel's gradient is xᵀ g or (gᵀ x)ᵀ, whichever turns the narrower of the two around: on a CPU that is a copy,
+    with all the element-wise work in it that the array comes of. Differentiation by itself would always choose the
+    second.
     """
     return x @ kernel
 
