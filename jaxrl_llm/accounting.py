@@ -9,6 +9,7 @@ has anyway: no phase waits for it.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -19,6 +20,7 @@ from jaxrl_llm.config import Config, need_critic
 from jaxrl_llm.costs import Job, Mesh, expert_bytes, forward_flops, head_flops, layer_bytes, leaves
 from jaxrl_llm.lengths import Lengths
 from jaxrl_llm.models import hf
+from jaxrl_llm.steps.rollout import Cascade
 
 ONE = Mesh()
 # Phase -> what follows perf/mfu/ in the name of its utilisation: verl's names, and the phase's own where it has none.
@@ -48,19 +50,21 @@ class Accounts:
     config: Config
     actor: Job
     critic: Job | None
+    cascade: Cascade  # in which shapes is sampled
     scores: bool = False  # whether the actor is a reward model, which reads responses to their ends and has no logits
 
     @classmethod
-    def of(cls, config: Config, folder: Path, *, scores: bool = False) -> Accounts:
+    def of(cls, config: Config, folder: Path, cascade: Cascade, *, scores: bool = False) -> Accounts:
         """
         Args:
           folder: of the actor.
+          cascade: in which shapes the run's rollouts decode.
           scores: whether it is a reward model, to be trained.
         """
         shape = hf.read_shape(folder)
         own = hf.read_shape(hf.find_folder(config.critic.path)) if config.critic.path else shape
         critic = Job.of(config, own) if need_critic(config) else None
-        return cls(config, Job.of(config, shape), critic, scores)
+        return cls(config, Job.of(config, shape), critic, cascade, scores)
 
     def count(self, lengths: Lengths, generated: Sequence[Lengths] = ()) -> dict[str, Counted]:
         """Phase -> what it computes of a step's batch, if it runs at all.
@@ -88,8 +92,7 @@ class Accounts:
             found[phase] = Counted(flops, role.epochs * passed, slots)
         if generated:
             flops = sum(_forward(actor, x) + _head(actor, x) for x in generated)
-            tokens = sum(int(x.prompt.sum() + x.response.sum()) for x in generated)
-            found["gen"] = Counted(flops, tokens, sum(map(self._sampled_slots, generated)))
+            found["gen"] = Counted(flops, sum(map(_tokens, generated)), sum(map(self._sampled_slots, generated)))
         return found
 
     def _slots(self, lengths: Lengths, micro: int) -> int:
@@ -100,13 +103,35 @@ class Accounts:
         return rows // group * r.prompt_length + rows * width
 
     def _sampled_slots(self, lengths: Lengths) -> int:
-        """Every row of a part is computed until its longest one has ended. Of a conversation's turns it is not known
-        which was the longest."""
+        """The prompts' slots, and of each part what `decoded_slots` says. Of a conversation's turns it is not known how
+        long each was."""
         r = self.config.rollout
         if r.multi_turn.environment:
             return 0
         parts = np.split(lengths.response, r.parts)
-        return len(lengths.prompt) * r.prompt_length + sum(len(part) * int(part.max()) for part in parts)
+        decoded = sum(decoded_slots(part, self.cascade, r.response_length) for part in parts)
+        return len(lengths.prompt) * r.prompt_length + decoded
+
+
+def decoded_slots(response: np.ndarray, cascade: Cascade, width: int) -> int:
+    """Rows that are computed, token by token, as `decode` goes through a cascade's shapes.
+
+    Args:
+      response: int [B], the lengths that the rows come to.
+      width: R
+
+    >>> three = np.array([4, 3, 1, 1])
+    >>> [decoded_slots(three, Cascade(width=0, halvings=halvings, min_rows=1), 8) for halvings in (0, 1, 2)]
+    [12, 6, 5]
+    """
+    # Of the shard where most rows go on behind token t.
+    going = [int((response.reshape(cascade.shards, -1) > t + 1).sum(1).max()) for t in range(width + 1)]
+    sizes, t, slots = [*cascade.sizes(len(response)), 0], 0, 0
+    for room in cascade.widths(width):
+        for size, half in itertools.pairwise(sizes):
+            while t < room and going[t] > half // cascade.shards:
+                t, slots = t + 1, slots + size
+    return slots
 
 
 def accounting_metrics(

@@ -240,7 +240,7 @@ class RewardModelRun(SupervisedRun):
         return dataclasses.replace(program, actor=training, ref=None)
 
     def _make_accounts(self) -> Accounts:
-        return Accounts.of(self._program.config, self._inputs.folder, scores=True)
+        return dataclasses.replace(super()._make_accounts(), scores=True)
 
     def _batch(self, given: PromptBatch) -> Batch:
         return self._pairs.batch(given)

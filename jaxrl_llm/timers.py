@@ -43,8 +43,8 @@ class Timers:
         self._enter(phase)
         with self._watchdog.phase(phase), annotated(phase, self.step):
             yield jax.block_until_ready
+        self._enter(outer)  # within the phase's time: whoever is told may write a file
         self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - start
-        self._enter(outer)
 
     def _enter(self, phase: str) -> None:
         self.phase = phase

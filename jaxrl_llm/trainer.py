@@ -46,7 +46,7 @@ from jaxrl_llm.run_mark import RunMark, hold
 from jaxrl_llm.samplers import make_sampler
 from jaxrl_llm.samples import rollout_rows, sample_rows
 from jaxrl_llm.sharding import abstract_like, fetch
-from jaxrl_llm.steps.phases import Program
+from jaxrl_llm.steps.phases import Program, cascade
 from jaxrl_llm.timers import Timers, host_metrics
 from jaxrl_llm.types import Batch, RunState
 from jaxrl_llm.writers import MODEL, RunWriter, SilentWriter, check_loggers, check_workdir, machine_facts, storage
@@ -434,7 +434,7 @@ class Run:
     # After a step
 
     def _make_accounts(self) -> Accounts:
-        return Accounts.of(self._program.config, self._inputs.folder)
+        return Accounts.of(self._program.config, self._inputs.folder, cascade(self._program.config, self._layout))
 
     def _accounting(self, stepped: Stepped, seconds: float) -> Metrics:
         """What the step computed, and what the devices and the host had to hold for it."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,12 +15,15 @@ import numpy as np
 import pytest
 
 from jaxrl_llm import peaks
-from jaxrl_llm.accounting import Accounts
+from jaxrl_llm.accounting import Accounts, decoded_slots
 from jaxrl_llm.chips import CHIPS, chip_of
 from jaxrl_llm.costs import Job, Mesh, leaves
 from jaxrl_llm.lengths import Lengths
 from jaxrl_llm.models.architecture import MoeConfig, TransformerConfig
 from jaxrl_llm.phase_costs import phases
+from jaxrl_llm.steps import rollout as rollout_room
+from jaxrl_llm.steps.rollout import Cascade
+from jaxrl_llm.steps.sampling import Sampling
 from jaxrl_llm.trainer import Run, Stepped
 from tests import tiny
 from tests.plan_on_devices import LENGTHS, SHAPE, UNTIED
@@ -27,6 +31,7 @@ from tests.tiny_runs import Watched
 
 P, R = LENGTHS["rollout__prompt_length"], LENGTHS["rollout__response_length"]
 # 2 prompts with 2 responses each; the second response is empty, the third has tool output in it.
+CASCADE = Cascade(width=4, halvings=1, min_rows=1)
 pytestmark = pytest.mark.usefixtures("compile_once")
 ROWS = Lengths(np.array([5, 24]), np.array([12, 0, 7, 1]), np.array([12, 0, 4, 1]))
 
@@ -34,7 +39,7 @@ ROWS = Lengths(np.array([5, 24]), np.array([12, 0, 7, 1]), np.array([12, 0, 4, 1
 def accounts(shape: TransformerConfig = SHAPE, **overrides: Any) -> Accounts:
     config = tiny.config(**{**LENGTHS, "data__train_batch_size": 2, **overrides})
     job = Job.of(config, shape)
-    return Accounts(config, job, job if job.critic is not None else None)
+    return Accounts(config, job, job if job.critic is not None else None, CASCADE)
 
 
 def counted_one_by_one(shape: TransformerConfig, rows: Lengths) -> tuple[float, float, float]:
@@ -106,8 +111,31 @@ def test_padding_is_told() -> None:
     assert (found["old_log_prob"].tokens, found["old_log_prob"].slots) == (tokens, 2 * P + 4 * (R - 1))
     # A micro-batch of one row computes the prompt for that row alone.
     assert (found["update_actor"].tokens, found["update_actor"].slots) == (tokens, 4 * P + 4 * (R - 1))
-    # Each part is sampled until its longest row has ended.
-    assert (found["gen"].tokens, found["gen"].slots) == (29 + 20, 2 * P + 2 * 12 + 2 * 7)
+    # Two parts of two rows: of each the longer one goes on alone from the first token on.
+    assert (found["gen"].tokens, found["gen"].slots) == (tokens, 2 * P + 11 + 6)
+
+
+@pytest.mark.parametrize("cascade", [Cascade(0, 0), Cascade(4, 2, 1), Cascade(2, 3, 1, shards=2)])
+def test_slots_of_sampling_are_those_that_are_computed(monkeypatch: pytest.MonkeyPatch, cascade: Cascade) -> None:
+    """Against the sampler itself, which counts its rows as it goes."""
+    counted: list[int] = []
+    model, given = tiny.model(), tiny.prompts(4, 6)
+    params = tiny.params()
+    inner = rollout_room.append
+
+    def append(model: Any, params: Any, cache: Any, tokens: Any, mask: Any) -> Any:
+        if tokens.shape[1] == 1:
+            jax.debug.callback(lambda: counted.append(tokens.shape[0]))
+        return inner(model, params, cache, tokens, mask)
+
+    monkeypatch.setattr(rollout_room, "append", append)
+    stops = dataclasses.replace(rollout_room.no_stop_rules(model.vocab_size), ids=jax.numpy.arange(3))
+    how: dict[str, Any] = {"n": 2, "width": 12, "sampling": Sampling(), "cascade": cascade}
+    batch = jax.jit(partial(rollout_room.rollout, model, **how))(params, given, jax.random.key(1), stops=stops)
+    jax.block_until_ready(batch)
+    jax.effects_barrier()
+    assert len(set(np.asarray(batch.response_length).tolist())) > 2
+    assert decoded_slots(np.asarray(batch.response_length), cascade, 12) == sum(counted) > 0
 
 
 def test_no_device_is_asked() -> None:

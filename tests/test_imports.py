@@ -87,7 +87,7 @@ ALLOWED: dict[str, set[str]] = {
     "steps": CONFIG | {"types", "models", "metrics", "sharding"},
     "roles": BASE | {"models", "tokenizer"},
     "loading": HOST | {"models", "roles", "steps"},
-    "accounting": CONFIG | {"costs", "lengths", "models"},
+    "accounting": CONFIG | {"costs", "lengths", "models", "steps"},
     "lengths": set(),
     "peaks": {"chips", "run_files"},
     "compilation_cache": set(),
