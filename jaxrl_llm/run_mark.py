@@ -100,7 +100,7 @@ class RunMark:
 
 
 def hold(workdir: Path | None, peers: Peers, mark: RunMark | None = None) -> RunMark | None:
-    """The mark of a folder, if that is there by now; every process of a run calls this, and the first one has it.
+    """The mark of a folder, if that holds a run by now; every process of it calls this, and the first one has it.
 
     Args:
       mark: the one that it has already.
@@ -109,7 +109,7 @@ def hold(workdir: Path | None, peers: Peers, mark: RunMark | None = None) -> Run
       TryAgain, StorageError: as RunMark, in every process.
     """
     refused: BaseException | None = None
-    if peers.first and mark is None and workdir and workdir.is_dir():
+    if peers.first and mark is None and workdir and (workdir / "config.json").exists():
         try:
             mark = RunMark(workdir)
         except (TryAgain, StorageError) as error:
