@@ -13,6 +13,7 @@ a plain matrix product, measured in the same process.
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -23,7 +24,7 @@ from benchmarks.measure import lengths
 from benchmarks.measure.cases import Case, open_job, random_prompts
 from benchmarks.measure.clock import repeated
 from benchmarks.measure.options import Line, add_sampling, run, sampling_of
-from benchmarks.measure.work import clocked, found, mean, model_flops, silent
+from benchmarks.measure.work import clocked, found, model_flops, silent
 from jaxrl_llm.compiled import Compiled, compile_sampler
 from jaxrl_llm.steps.phases import train_sampling
 from jaxrl_llm.types import Batch
@@ -56,8 +57,8 @@ def measure(case: Case, folder: Path) -> Line:
     drawn = [np.asarray(batch.response_length) for batch in sampled[1:]]
     assert limits is None or all((d == np.repeat(limits, case.n)).all() for d in drawn), "a response ended elsewhere"
     tokens = round(np.mean([d.sum() for d in drawn]))
-    flops = [model_flops(case, job.costs, d) for d in drawn]
-    return found(case, seconds, compile_s, sampler, tokens, mean(flops)) | {"longest": int(np.max(drawn))}
+    flops = statistics.fmean(model_flops(case, job.costs, d) for d in drawn)
+    return found(case, seconds, compile_s, sampler, tokens, flops) | {"longest": int(np.max(drawn))}
 
 
 if __name__ == "__main__":

@@ -82,8 +82,8 @@ def _head(case: Case, folder: Path) -> Line:
     both, given = jax.value_and_grad(loss, (0, 1)), (head, hidden, labels)
     phase, compile_s = clocked(lambda: Compiled("head", both, *given, report=silent))
     seconds = repeated(lambda: jax.block_until_ready(phase(*given)), case.repeats)
-    flops = head_flops(job.costs, Mesh(), rows * width) if job.costs else None
-    return found(case, seconds, compile_s, phase, int(np.size(labels)), flops and 3 * flops)
+    flops = head_flops(job.costs, Mesh(), rows * width)
+    return found(case, seconds, compile_s, phase, int(np.size(labels)), 3 * flops)
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ import numpy as np
 from benchmarks.measure import lengths
 from benchmarks.measure.cases import Case, config_of, costs_of
 from benchmarks.measure.options import Line, add_sampling, run, sampling_of
-from benchmarks.measure.work import clocked, found, mean, model_flops
+from benchmarks.measure.work import clocked, found, model_flops
 from jaxrl_llm import fit
 from jaxrl_llm.compiled import programs_in_use
 from jaxrl_llm.memory import size
@@ -54,10 +54,10 @@ def measure(case: Case, folder: Path) -> Line:
     iterations = [sum(by_phase[name][i] for name in ITERATION if name in by_phase) for i in range(case.repeats)]
     tokens = round(np.mean([case.prompts * case.n * case.prompt_length + drawn.sum() for _, drawn in steps]))
     costs = costs_of(config, folder)
-    flops = mean([model_flops(case, costs, drawn) for _, drawn in steps])
+    flops = statistics.fmean(model_flops(case, costs, drawn) for _, drawn in steps)
     passes = 4 + sum(name in by_phase for name in ("old_log_prob", "ref"))
     largest = max(programs_in_use(), key=size)
-    return found(case, by_phase["step"], compile_s, largest, tokens, flops and passes * flops) | {
+    return found(case, by_phase["step"], compile_s, largest, tokens, passes * flops) | {
         "iter_s": round(statistics.median(iterations), 5),
         "phases": {name: round(statistics.median(values), 5) for name, values in by_phase.items()},
     }

@@ -331,6 +331,14 @@ def _trainer() -> dict:
         # writes all stacks to stderr and stacks.txt and exits with 75. 0: any time. Six hours, since a phase that is
         # only slow must not be ended: no step's phase here is known to come near it, and a night is not lost.
         "phase_timeout": 21600.0,
+        # Folder where commands keep compiled programs, so that the next start reads them back. auto: jax's own setting
+        # (JAX_COMPILATION_CACHE_DIR), else jaxrl_llm/programs in the user's cache folder (~/.cache), 2 GiB at most.
+        # "": none. In a notebook jax's own settings count.
+        "compilation_cache": "auto",
+        # TFLOP/s that one device could do at most, which perf/mfu/… is a share of. -1: the data sheet's (bfloat16) of
+        # the chips that jaxrl_llm/chips.py knows; of others, CPUs too, measured once by a product of matrices. 0: no
+        # such metrics.
+        "device_tflops": -1.0,
         "rollout_dump": False,  # write every response of every step to rollouts/STEP.jsonl
         "sample_interval": 10,  # steps between tables of sample responses; 0: none
         "samples_to_show": 3,  # responses in such a table

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from typing import Any
 
 from jaxrl_llm.errors import UserError, nearest
@@ -44,6 +45,26 @@ CHIPS = {
         Chip("h200", 989, 141, 4800, 450, pod=8, network=50),
     )
 }
+
+
+# What jax calls a chip whose data sheet is above. (H100 and H200 as cards, PCIe and NVL, are slower ones.)
+KINDS = {
+    r"TPU v5( ?lite|e)": "v5e",
+    r"TPU v5p?": "v5p",
+    r"TPU v6( ?lite|e)": "v6e",
+    r"NVIDIA A100\b.*": "a100",
+    r"NVIDIA H100\b(?!.*(PCIe|NVL)).*": "h100",
+    r"NVIDIA H200\b(?!.*NVL).*": "h200",
+}
+
+
+def chip_of(kind: str) -> Chip | None:
+    """The data sheet of a device, by what jax calls its kind; None where there is none here.
+
+    >>> chip_of("NVIDIA H100 80GB HBM3").name, chip_of("TPU v5 lite").name, chip_of("NVIDIA H100 PCIe"), chip_of("cpu")
+    ('h100', 'v5e', None, None)
+    """
+    return next((CHIPS[name] for pattern, name in KINDS.items() if re.fullmatch(pattern, kind, re.I)), None)
 
 
 def find_chip(text: str) -> Chip:

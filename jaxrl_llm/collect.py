@@ -16,6 +16,7 @@ from jaxrl_llm.config import Config
 from jaxrl_llm.curriculum import Curriculum
 from jaxrl_llm.data import PromptBatch, PromptData
 from jaxrl_llm.errors import UserError, nearest
+from jaxrl_llm.lengths import Lengths
 from jaxrl_llm.loading import Inputs
 from jaxrl_llm.metrics import finite_number
 from jaxrl_llm.peers import Peers
@@ -37,6 +38,8 @@ class Collected:
     given: PromptBatch
     sampled: Sampled
     scored: Scores
+    lengths: Lengths
+    generated: tuple[Lengths, ...] = ()  # of each batch that was sampled, this one's prompts and those left out
     metrics: Metrics = dataclasses.field(default_factory=dict)
     curriculum: Curriculum | None = None  # as it is after this step
 
@@ -71,7 +74,7 @@ class Collector:
         settings = self._config.algorithm.filter_groups
         count = self._config.data.train_batch_size
         kept, good, sampled, failed, batches = None, 0, 0, 0, 0
-        learned = curriculum
+        learned, generated = curriculum, []
         while good < count and batches < settings.max_num_gen_batches:
             batches += 1
             with self._timers("data"):
@@ -80,9 +83,11 @@ class Collector:
             new = self._sample(view, given, step)
             if learned is not None:
                 learned = learned.learn(given.indices, self.success(new))
+            generated.append(new.lengths)
             sampled, failed = sampled + len(new.scored.valid), failed + new.scored.num_failed
             if not settings.enable:
-                return dataclasses.replace(new, metrics=_metrics(new, learned), curriculum=learned)
+                metrics, made = _metrics(new, learned), tuple(generated)
+                return dataclasses.replace(new, metrics=metrics, curriculum=learned, generated=made)
             with self._timers("reward") as wait:
                 spread = self._groups_with_spread(new)
                 found = len(spread)
@@ -104,7 +109,8 @@ class Collector:
             "reward/failed_ratio": failed / sampled,
         }
         given = dataclasses.replace(kept.given, cursor=cursor)
-        return dataclasses.replace(kept, given=given, metrics=metrics, curriculum=learned)
+        made = tuple(generated)
+        return dataclasses.replace(kept, given=given, metrics=metrics, curriculum=learned, generated=made)
 
     def success(self, collected: Collected) -> list[float]:
         """How right the responses to each prompt are, by the curriculum's metric: means in [0, 1], NaN of none.
@@ -144,25 +150,27 @@ class Collector:
             with timer("reward"):
                 scored = [start_scoring(self._rewards, part, piece)() for part, piece in zip(parts, best, strict=True)]
                 whole = join_sampled(phases.join_max, best)
-                greedy, scored = self._write(phases.reward_max, whole, scored, None)
+                greedy, scored, _ = self._write(phases.reward_max, whole, scored, None)
                 greedy_failures = [f"greedy response, {failure}" for failure in scored.failures]
         with timer("reward") as wait:
-            batch, scored = self._write(phases.reward, sampled, [finish() for finish in pending], greedy)
+            batch, scored, lengths = self._write(phases.reward, sampled, [finish() for finish in pending], greedy)
             wait(batch)
             scored = dataclasses.replace(scored, failures=[*scored.failures, *greedy_failures])
-        return Collected(batch, given, sampled, scored)
+        return Collected(batch, given, sampled, scored, lengths)
 
     def _write(
         self, reward: Compiled, sampled: Sampled, scored: Sequence[Scores], greedy: Batch | None
-    ) -> tuple[Batch, Scores]:
-        check_batch(fetch(sampled.batch), n=sampled.batch.n, vocab_size=self._vocab_size)
+    ) -> tuple[Batch, Scores, Lengths]:
+        host = fetch(sampled.batch)
+        check_batch(host, n=sampled.batch.n, vocab_size=self._vocab_size)
         whole = Scores.join(scored)
         batch = reward(sampled.batch, *self._layout.put_rows((whole.scores, whole.valid)), greedy)
         # What has failed on the devices is out of the host's statistics as well: JAX rewards, a greedy response's.
         valid, others = fetch((batch.row_valid, None if greedy is None else greedy.row_valid))
         lost = whole.valid & ~valid & (True if others is None else np.repeat(others, batch.n))
         failures = [f"row {row}: a JAX reward's score is not finite" for row in np.flatnonzero(lost)]
-        return batch, dataclasses.replace(whole, valid=valid, failures=[*whole.failures, *failures])
+        whole = dataclasses.replace(whole, valid=valid, failures=[*whole.failures, *failures])
+        return batch, whole, Lengths.of(host)
 
     def _groups_with_spread(self, collected: Collected) -> list[int]:
         key = "config.algorithm.filter_groups.metric"
@@ -219,7 +227,8 @@ class Collector:
             indices=_at([*first.given.indices, *second.given.indices], order),
             sets=_at([*first.given.sets, *second.given.sets], order),
         )
-        return Collected(batch, given, sampled, Scores.join([first.scored, second.scored]).rows(rows))
+        scored = Scores.join([first.scored, second.scored]).rows(rows)
+        return Collected(batch, given, sampled, scored, Lengths.join([first.lengths, second.lengths]).take(order))
 
 
 def open_rewards(config: Config, inputs: Inputs) -> Inputs:

@@ -125,6 +125,18 @@ def join_peers(args: argparse.Namespace) -> bool:
     return join_run(**flags).first
 
 
+def keep_programs(setting: str = "auto", *, writes: bool = True) -> None:
+    """Keeps on disk what this command compiles, see `compilation_cache.open_cache`; to be called before it compiles.
+
+    Args:
+      setting: of trainer.compilation_cache.
+      writes: whether this process writes.
+    """
+    from jaxrl_llm.compilation_cache import open_cache
+
+    open_cache(setting, lambda text: print(text, file=sys.stderr, flush=True), writes=writes)
+
+
 def parse_args(parser: argparse.ArgumentParser, argv: Sequence[str]) -> tuple[Config, argparse.Namespace]:
     """The configuration, and the flags: `workdir` (filled in if not given) and what the command added.
 

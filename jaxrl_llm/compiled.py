@@ -16,6 +16,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxrl_llm.compile_log import Compilation, Report, cache_hits
+from jaxrl_llm.config import Config
 from jaxrl_llm.sharding import Layout, abstract_like
 from jaxrl_llm.steps.packing import needed_width
 from jaxrl_llm.steps.phases import Program, cascade, gen, train_sampling, with_whole_tables
@@ -27,7 +29,6 @@ from jaxrl_llm.steps.training import Training
 from jaxrl_llm.steps.update import UpdateFn
 from jaxrl_llm.types import FINISH_LENGTH, Array, Batch, Cache, DecodeState, Params, Prompts, RunState
 
-Report = Callable[[str], None]
 SCALAR = jax.ShapeDtypeStruct((), np.int32)
 
 
@@ -48,10 +49,11 @@ class Compiled:
         """
         Args:
           args: trees of arrays or of jax.ShapeDtypeStruct.
-          report: told what is being compiled and how long it took.
+          report: told what begins to be compiled, and how long it took.
           donate: positions of arguments whose buffers the result takes over.
         """
-        start, self.name = time.perf_counter(), name
+        start, hits, self.name = time.perf_counter(), cache_hits(), name
+        report(Compilation(name))
         try:
             lowered = jax.jit(fn, donate_argnums=donate, **jit).lower(*args)
             self.executable = lowered.compile()
@@ -64,7 +66,7 @@ class Compiled:
             self.executable.output_shardings,
         )
         _IN_USE.add(self)
-        report(f"compiled {name} in {time.perf_counter() - start:.1f} s")
+        report(Compilation(name, time.perf_counter() - start, cached=cache_hits() > hits))
 
     def __call__(self, *args: Any) -> Any:
         return self.executable(*args)
@@ -150,6 +152,21 @@ class CompiledStep:
             if (role := getattr(self, name)) is not None
         }
         return dataclasses.replace(self, **scoring, **training)
+
+
+def sampler_programs(config: Config) -> int:
+    """How many `compile_sampler` compiles."""
+    return 3 if config.rollout.multi_turn.environment else 1
+
+
+def step_programs(program: Program) -> int:
+    """How many `compile_step` compiles."""
+    p, rollout = program, program.config.rollout
+    ways = 1 + (p.gen_max is not None)
+    each = sampler_programs(p.config) + 1 + (rollout.parts > 1)  # a sampler, its reward, what joins its parts
+    others = (p.old_log_prob, p.ref, p.values, p.critic, p.update_reference)
+    some = sum(phase is not None for phase in others) + p.config.algorithm.filter_groups.enable
+    return 3 + ways * each + some  # update_weights, adv, update_actor
 
 
 def compile_step(

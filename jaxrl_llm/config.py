@@ -22,6 +22,7 @@ Count = Annotated[int, Range("at least 0", lambda v: v >= 0)]
 AxisSize = Annotated[int, Range("at least 1, or -1 for what is left", lambda v: v >= 1 or v == -1)]
 Workers = Annotated[int, Range("at least 0, or -1 for one per CPU core", lambda v: v >= -1)]
 AboveZero = Annotated[float, Range("above 0", lambda v: v > 0)]
+DeviceTflops = Annotated[float, Range("at least 0, or -1 for the device's own", lambda v: v >= 0 or v == -1)]
 NotNegative = Annotated[float, Range("at least 0", lambda v: v >= 0)]
 AboveOne = Annotated[float, Range("above 1", lambda v: v > 1)]
 Fraction = Annotated[float, Range("in [0, 1]", lambda v: 0 <= v <= 1)]
@@ -271,6 +272,8 @@ class Trainer:
     export: bool
     max_skipped_updates: Positive
     phase_timeout: NotNegative
+    compilation_cache: str
+    device_tflops: DeviceTflops
     rollout_dump: bool
     sample_interval: Count
     samples_to_show: Count
@@ -394,6 +397,8 @@ RESUMABLE = (
     "trainer.keep_best",
     "trainer.best_metric",
     "trainer.phase_timeout",
+    "trainer.compilation_cache",
+    "trainer.device_tflops",
     "trainer.export",
     "trainer.rollout_dump",
     "trainer.sample_interval",

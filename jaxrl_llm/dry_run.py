@@ -16,7 +16,17 @@ import numpy as np
 
 from jaxrl_llm import hlo
 from jaxrl_llm.collect import open_rewards, try_out
-from jaxrl_llm.compiled import AnySampler, Compiled, CompiledStep, CompiledTurns, compile_sampler, compile_step
+from jaxrl_llm.compile_log import CompileLog, Report
+from jaxrl_llm.compiled import (
+    AnySampler,
+    Compiled,
+    CompiledStep,
+    CompiledTurns,
+    compile_sampler,
+    compile_step,
+    sampler_programs,
+    step_programs,
+)
 from jaxrl_llm.config import Config, need_base
 from jaxrl_llm.evaluation import sampling_ways
 from jaxrl_llm.input_notes import mesh_notices
@@ -29,7 +39,6 @@ from jaxrl_llm.steps.training import declare_frozen
 from jaxrl_llm.types import Cache, Prompts, RunState
 from jaxrl_llm.writers import check_loggers
 
-Report = Callable[[str], None]
 GB = 1e9
 
 
@@ -132,7 +141,7 @@ def memory_of_device() -> float | None:
     return float(found["bytes_limit"]) if found and found.get("bytes_limit") else None
 
 
-def dry_run(config: Config, report: Report) -> DryRun:
+def dry_run(config: Config, report: Callable[[str], object]) -> DryRun:
     """Checks everything that a run of `config` would check before it reads a model, and compiles its phases.
 
     Args:
@@ -157,14 +166,17 @@ def dry_run(config: Config, report: Report) -> DryRun:
         state = whole_state(program)
         prompts = _rows_like(layout, inputs.train.batch(0, count).prompts)
         rewards = {"weights": tuple(inputs.rewards.weights.tolist()), "jax_rewards": inputs.rewards.jax_functions}
-        step = compile_step(program, state, prompts, **rewards, report=report)
-        programs = [*named_programs(step), *_evaluation(program, inputs, step.update_weights.out, report)]
-        extra = {}
-        if scorer:
-            scorer.declare()
-            scorer.compile(report)
-            extra = {"reward model": shard_bytes(scorer.params)}
-            programs.append(("reward_model", scorer.compiled))
+        samplers = sampler_programs(config) * len(sampling_ways(config.eval)) if inputs.held_out else 0
+        expected = step_programs(program) + samplers + (scorer is not None)
+        with CompileLog(report, report, expected=expected) as log:
+            step = compile_step(program, state, prompts, **rewards, report=log)
+            programs = [*named_programs(step), *_evaluation(program, inputs, step.update_weights.out, log)]
+            extra = {}
+            if scorer:
+                scorer.declare()
+                scorer.compile(log)
+                extra = {"reward model": shard_bytes(scorer.params)}
+                programs.append(("reward_model", scorer.compiled))
         return examine(program, state, prompts, programs, view=step.update_weights.out, extra=extra)
     finally:
         inputs.rewards.close()

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxrl_llm.command_line import make_parser, parse_args, run_config
+from jaxrl_llm.command_line import keep_programs, make_parser, parse_args, run_config
 from jaxrl_llm.config import Config
 from jaxrl_llm.errors import UserError, exit_code, leave
 from jaxrl_llm.run_files import storage, to_line
@@ -51,6 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise UserError(f"--samples={args.samples}: must be at least 0")
         if args.output and not Path(args.output).absolute().parent.is_dir():
             raise UserError(f"--output={args.output}: there is no folder {str(Path(args.output).parent)!r}")
+        keep_programs(config.trainer.compilation_cache)
         results = evaluate(config, run=args.run, step=args.step, samples=args.samples)
         for name, rows in results.items():
             for source in dict.fromkeys(row["data_source"] for row in rows):
@@ -76,7 +77,8 @@ def evaluate(
       samples: responses per prompt at rollout.temperature; 0 leaves "sampled" out.
     """
     from jaxrl_llm.collect import open_rewards, try_out
-    from jaxrl_llm.compiled import Compiled
+    from jaxrl_llm.compile_log import CompileLog
+    from jaxrl_llm.compiled import Compiled, sampler_programs
     from jaxrl_llm.evaluation import make_evaluator
     from jaxrl_llm.loading import build_program, holds_reward_model, load_inputs, make_layout, policy_params
     from jaxrl_llm.models import hf
@@ -85,7 +87,7 @@ def evaluate(
     from jaxrl_llm.steps.phases import train_sampling
     from jaxrl_llm.steps.sampling import Sampling
 
-    def report(text: str) -> None:
+    def report(text: object) -> None:
         print(text, file=sys.stderr, flush=True)
 
     if run is not None and holds_reward_model(run, step):
@@ -108,15 +110,18 @@ def evaluate(
         try_out(inputs)
         if scorer:
             scorer.load()
-            scorer.compile(report)
-        view = Compiled("update_weights", program.update_weights, params, report=report)(params)
-        results = {}
-        ways = (("greedy", 1, Sampling(temperature=0.0)), ("sampled", samples, train_sampling(config)))
-        for name, n, sampling in ways:
-            if n:
-                options: dict[str, Any] = {"mode": name, "n": n, "sampling": sampling, "name": name, "report": report}
-                results[name] = list(make_evaluator(program, inputs, view, **options).rows(view, step))
-        return results
+        ways = [("greedy", 1, Sampling(temperature=0.0)), ("sampled", samples, train_sampling(config))]
+        ways = ways if samples else ways[:1]
+        expected = 1 + len(ways) * (sampler_programs(config) + 1) + (scorer is not None)
+        with CompileLog(report, report, expected=expected) as log:
+            if scorer:
+                scorer.compile(log)
+            view = Compiled("update_weights", program.update_weights, params, report=log)(params)
+            evaluators = {
+                name: make_evaluator(program, inputs, view, mode=name, n=n, sampling=sampling, name=name, report=log)
+                for name, n, sampling in ways
+            }
+        return {name: list(evaluator.rows(view, step)) for name, evaluator in evaluators.items()}
 
 
 def summary(name: str, source: str, rows: Sequence[dict[str, Any]]) -> str:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from jaxrl_llm.collect import start_scoring
-from jaxrl_llm.compiled import Compiled, compile_reward, compile_sampler
-from jaxrl_llm.config import Eval
+from jaxrl_llm.compile_log import Report
+from jaxrl_llm.compiled import Compiled, compile_reward, compile_sampler, sampler_programs
+from jaxrl_llm.config import Config, Eval
 from jaxrl_llm.data import PromptData
 from jaxrl_llm.loading import Inputs
 from jaxrl_llm.metrics import finite_number
@@ -92,7 +93,12 @@ def sampling_ways(settings: Eval) -> list[tuple[str, int, Sampling]]:
     return ways
 
 
-def make_evaluators(program: Program, inputs: Inputs, view: Any, *, report: Callable[[str], None]) -> Evaluators:
+def evaluation_programs(config: Config) -> int:
+    """How many `make_evaluators` compiles."""
+    return len(sampling_ways(config.eval)) * (sampler_programs(config) + 1)
+
+
+def make_evaluators(program: Program, inputs: Inputs, view: Any, *, report: Report) -> Evaluators:
     """What `config.eval` asks for: n responses at its temperature, and a greedy one where that is wanted as well."""
     ways = sampling_ways(program.config.eval)
 
@@ -112,7 +118,7 @@ def make_evaluator(
     mode: str,
     n: int,
     sampling: Sampling,
-    report: Callable[[str], None],
+    report: Report,
     name: str = "testing",
 ) -> Evaluator:
     """Compiles what evaluation on the held-out prompts needs.

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxrl_llm.chat import render_prompt
-from jaxrl_llm.command_line import load_config, run_config
+from jaxrl_llm.command_line import keep_programs, load_config, run_config
 from jaxrl_llm.config import Config, from_config_dict
 from jaxrl_llm.errors import UserError, exit_code, leave
 from jaxrl_llm.loading import load_inputs, make_layout, make_models, policy_params, stop_rules
@@ -180,6 +180,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise UserError(f"--samples={args.samples}, --max-new-tokens={args.max_new_tokens}: both at least 1")
         if args.temperature < 0 or not 0 < args.top_p <= 1 or args.top_k < 0:
             raise UserError("--temperature and --top-k must be at least 0, --top-p in (0, 1]")
+        keep_programs()
         so_far = generate(
             args.model,
             prompts,

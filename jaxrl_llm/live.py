@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -41,7 +42,11 @@ class RichDisplay:
         if evaluated := evaluated_scores(metrics):
             self.note(f"step {step}  {evaluated_line(evaluated)}")
 
+    def busy(self, text: str) -> None:
+        self._board.busy(text)
+
     def note(self, text: str) -> None:
+        self._board.busy("")
         console = self._live.console
         console.print(visible(text, console.encoding), markup=False, highlight=False)
 
@@ -77,6 +82,11 @@ class Board:
         self._scores: dict[str, list[tuple[int, str, float]]] = {}  # source -> step, text with its interval, mean
         self._phases: deque[dict[str, float]] = deque(maxlen=RECENT)
         self._drawn: tuple[int, list[RenderableType]] | None = None  # for a width
+        self._busy, self._since = "", 0.0
+
+    def busy(self, text: str) -> None:
+        """What lasts, shown with its seconds; "" ends it."""
+        self._busy, self._since = text, time.monotonic()
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         left = self._time_left.after(step, metrics)
@@ -93,7 +103,11 @@ class Board:
         self._drawn = None
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
+        from rich.text import Text
+
         yield self._progress
+        if self._busy:
+            yield Text(f"  {visible(self._busy)}, {time.monotonic() - self._since:.0f} s", style="dim", no_wrap=True)
         width = options.max_width
         if self._drawn is None or self._drawn[0] != width:  # once a step, while the bar moves on
             meters = [self._meters(width)] if self._courses else []

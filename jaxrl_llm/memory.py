@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -130,6 +131,19 @@ def size(program: Compiled) -> tuple[int, int, int, int]:
     results = found.output_size_in_bytes - found.alias_size_in_bytes
     parts = (found.argument_size_in_bytes, max(results, 0), found.temp_size_in_bytes)
     return sum(parts), *parts
+
+
+def memory_metrics() -> dict[str, float]:
+    """verl's names, in GiB: the most that the first device of this process has held so far, where it tells (a CPU does
+    not); of the host's memory what is in use, by whomever, where the system tells."""
+    found, device = {}, jax.local_devices()[0].memory_stats() or {}
+    if "peak_bytes_in_use" in device:
+        found["perf/max_memory_allocated_gb"] = device["peak_bytes_in_use"] / 2**30
+    with contextlib.suppress(OSError, KeyError, ValueError):
+        lines = (line.split() for line in Path("/proc/meminfo").read_text().splitlines())
+        host = {words[0]: int(words[1]) for words in lines}
+        found["perf/cpu_memory_used_gb"] = (host["MemTotal:"] - host["MemAvailable:"]) / 2**20
+    return found
 
 
 def readable(size: int) -> str:

@@ -257,6 +257,18 @@ def variance_proxy(metrics: Mapping[str, Any], xp: Any = jnp) -> dict[str, Any]:
     }
 
 
+# What the names begin with of metrics that differ from run to run of the same seed: clocks and machines.
+CLOCKS = (
+    "timing",
+    "perf/time_per_step",
+    "perf/throughput",
+    "perf/tokens_per_sec",
+    "perf/mfu",
+    "perf/per_device_tflops_per_sec",
+    "perf/max_memory",
+    "perf/cpu_memory",
+)
+
 # What a phase's cost is divided by: the tokens it writes, or all that it reads.
 _PER_RESPONSE_TOKEN = ("gen",)
 _PER_TOKEN = ("old_log_prob", "ref", "values", "adv", "update_critic", "update_actor")
@@ -266,7 +278,8 @@ _NOT_TRAINING = ("testing", "save_checkpoint")
 def timing_metrics(
     timing: Mapping[str, float], *, total_tokens: int, response_tokens: int, n_devices: int
 ) -> dict[str, float]:
-    """Seconds per phase, milliseconds per token, and what a step of training takes and gets done.
+    """Seconds per phase, milliseconds per token, tokens per second of all devices; what a step of training takes and
+    gets done.
 
     `perf/time_per_step` is the step without `testing` and `save_checkpoint`, which few steps have: so steps compare.
     `perf/throughput` is tokens per second of that and per device.
@@ -285,6 +298,8 @@ def timing_metrics(
         for phase in phases:
             if phase in timing and tokens:
                 metrics[f"timing_per_token_ms/{phase}"] = 1000 * timing[phase] / tokens
+                if phase != "adv" and timing[phase]:  # which no model has a part in
+                    metrics[f"perf/tokens_per_sec/{phase}"] = tokens / timing[phase]
     if "step" in timing:
         seconds = timing["step"] - sum(timing.get(phase, 0.0) for phase in _NOT_TRAINING)
         metrics["perf/time_per_step"] = seconds

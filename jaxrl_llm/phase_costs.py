@@ -166,7 +166,8 @@ def _sampling_exchanges(job: Job, mesh: Mesh, tokens: int, passes: int, per_toke
 
 
 def prefill(job: Job, mesh: Mesh) -> Work:
-    """The prompts, once for their n responses: `forward_flops` of G·P tokens."""
+    """The prompts, once for their n responses, and each row's first token: `forward_flops` of G·P tokens, `head_flops`
+    of B."""
     r, s = job.config.rollout, job.shape
     prompts = job.config.data.train_batch_size // mesh.shards
     tokens = prompts * r.prompt_length
@@ -176,22 +177,24 @@ def prefill(job: Job, mesh: Mesh) -> Work:
         each.append(Exchange("all-gather", "fsdp", table, (1 if s.tie_embeddings else 2) * r.parts, "tables"))
     weights = held_bytes(job.whole, mesh, job.compute_bytes, gathered=True)
     traffic = r.parts * weights + 10.0 * tokens * s.width * job.compute_bytes * s.num_layers
-    flops = forward_flops(job, mesh, tokens, tokens * r.prompt_length)
+    flops = forward_flops(job, mesh, tokens, tokens * r.prompt_length) + head_flops(job, mesh, job.rows(mesh))
+    each += _draw(job, mesh, r.parts)
     lines = Lines(prompts // r.parts, tokens // r.parts, tokens // r.parts * r.prompt_length, r.parts)
     temp = 2 * cache_bytes(job, mesh)[0] + passing_bytes(job, mesh, lines, head=False, parts=1)
     return Work(flops, traffic, _present(each, mesh), temp)
 
 
 def decode(job: Job, mesh: Mesh) -> Work:
-    """R tokens of each row, the longest response's number: every one reads all weights and the whole cache, and
-    computes attention over its P + R slots.
+    """R − 1 tokens of each row after its first, R the longest response's number: every one reads all weights and the
+    whole cache, and computes attention over its P + R slots. What `rollout.cascade` saves of that depends on the
+    responses, and is not counted.
 
     With the layers scanned (`model.scan_layers`), fsdp gathers the kernels once a token; unrolled, the compiler takes
     that out of the loop, and the whole view lies on every device, as with `rollout.gather_params`. tensor adds the
     draw: sums of blocks of the vocabulary, a block, and some numbers for each row.
     """
     r, s, c = job.config.rollout, job.shape, job.compute_bytes
-    rows, steps = job.rows(mesh) // r.parts, r.response_length
+    rows, steps = job.rows(mesh) // r.parts, r.response_length - 1
     pairs = rows * (r.prompt_length + r.response_length)
     flops = forward_flops(job, mesh, rows, pairs) + head_flops(job, mesh, rows)
     weights, cache = held_bytes(job.whole, mesh, c, gathered=True), sum(cache_bytes(job, mesh))
@@ -199,9 +202,7 @@ def decode(job: Job, mesh: Mesh) -> Work:
     if not job.config.model.scan_layers and not r.gather_params:
         once = dataclasses.replace(each[0], times=each[0].times * r.parts, per_token=False)
         each[0] = once
-    blocks = -(-s.vocab_size // BLOCK)
-    drawn = Exchange("all-gather", "tensor", 4 * rows * blocks, 1, "block sums", True)
-    each += [drawn, Exchange("all-reduce", "tensor", 4 * rows * (BLOCK + 6), 1, "draw", True)]
+    each += _draw(job, mesh, 1, per_token=True)
     count = steps * r.parts
     gathered = table_bytes(job, mesh, c) if s.tie_embeddings else 0  # the head, turned around
     if mesh.fsdp > 1 and not r.gather_params:
@@ -211,6 +212,15 @@ def decode(job: Job, mesh: Mesh) -> Work:
     temp = cache * (1 + 1 / s.num_layers) + gathered + 12.0 * rows * s.vocab_size / mesh.tensor
     temp += 8.0 * pairs * s.num_heads / mesh.tensor
     return Work(count * flops, count * (weights + cache), _present(each, mesh), temp)
+
+
+def _draw(job: Job, mesh: Mesh, times: int, per_token: bool = False) -> list[Exchange]:
+    """Of a token of each row: the sums of blocks of the vocabulary, a block, and some numbers."""
+    rows, blocks = job.rows(mesh) // job.config.rollout.parts, -(-job.shape.vocab_size // BLOCK)
+    return [
+        Exchange("all-gather", "tensor", 4 * rows * blocks, times, "block sums", per_token),
+        Exchange("all-reduce", "tensor", 4 * rows * (BLOCK + 6), times, "draw", per_token),
+    ]
 
 
 def scoring(job: Job, mesh: Mesh, lines: Lines, head: bool) -> Work:
@@ -236,8 +246,9 @@ def _numbers(lines: Lines, width: int, count: int = 3) -> Exchange:
 
 
 def update(job: Job, mesh: Mesh, critic: bool) -> Work:
-    """All of a step's updates of a role: three forward passes' FLOPs and what is recomputed, the head four times (its
-    logits are computed again in the backward pass), and the optimizer's reading and writing.
+    """All of a step's updates of a role: three forward passes' FLOPs and what is recomputed, the head four times where
+    there are several chunks of logits (each is computed again in the backward pass), and the optimizer's reading and
+    writing.
 
     fsdp: kernels are gathered in the forward and in the backward pass, the head in every chunk of logits of the latter.
     Gradients are reduced in every micro-batch, the head's in every chunk: first over fsdp (an all-reduce on a CPU;
@@ -261,7 +272,7 @@ def update(job: Job, mesh: Mesh, critic: bool) -> Work:
     flops += layers * (experts.backward - 2 * experts.forward)
     if config.model.remat != "none":  # one of the router's two products on the way back is then cut over tensor
         flops -= layers * 2 * lines.tokens * router_bytes(job, 1) * (1 - 1 / mesh.tensor)
-    flops += 0 if critic else 4 * head_flops(job, mesh, at_once * chunks)
+    flops += 0 if critic else (3 + (chunks > 1)) * head_flops(job, mesh, at_once * chunks)
     trained, whole = (job.critic, job.critic_whole) if critic else (job.trained, job.whole)
     frozen = trained is not whole
     each = _forward_exchanges(job, mesh, lines.tokens, lines.passes)

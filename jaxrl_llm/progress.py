@@ -15,6 +15,7 @@ class Display(Protocol):
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None: ...
     def note(self, text: str) -> None: ...
+    def busy(self, text: str) -> None: ...
     def samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None: ...
     def close(self, summary: Sequence[str] = ()) -> None: ...
 
@@ -37,6 +38,9 @@ class NoDisplay:
         pass
 
     def note(self, text: str) -> None:
+        pass
+
+    def busy(self, text: str) -> None:
         pass
 
     def samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
@@ -65,6 +69,9 @@ class PlainDisplay:
             self._print(f"step {step:>{len(str(self._total_steps))}}/{self._total_steps}  " + "  ".join(parts))
 
     def note(self, text: str) -> None:
+        self._print(text)
+
+    def busy(self, text: str) -> None:
         self._print(text)
 
     def samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:

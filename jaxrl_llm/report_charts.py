@@ -115,4 +115,18 @@ CHARTS = (
     ),
     Chart("Critic", "Gradient norm of the critic", "before clipping", (("critic/grad_norm", "critic"),)),
     Chart("Time", "Throughput", "tokens per second and device", (("perf/throughput", "tokens/s"),)),
+    Chart(
+        "Time",
+        "Utilisation",
+        "FLOPs that the model needs, of those that the devices could do in a phase's time",
+        ((r"perf/mfu/(.+)", r"\1"),),
+        "share",
+    ),
+    Chart(
+        "Time",
+        "Real tokens",
+        "of those computed; the others are padding",
+        ((r"perf/real_token_ratio/(.+)", r"\1"),),
+        "share",
+    ),
 )

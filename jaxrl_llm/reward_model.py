@@ -19,6 +19,8 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxrl_llm.accounting import Accounts
+from jaxrl_llm.compile_log import Report
 from jaxrl_llm.compiled import Compiled
 from jaxrl_llm.config import Config, check_devices
 from jaxrl_llm.data import PromptBatch, PromptData
@@ -175,7 +177,7 @@ def make_pairs(config: Config, inputs: Inputs) -> Pairs:
 
 
 def make_pair_evaluator(
-    config: Config, inputs: Inputs, layout: Layout, model: Model, view: Any, report: Callable[[str], None]
+    config: Config, inputs: Inputs, layout: Layout, model: Model, view: Any, report: Report
 ) -> PairEvaluator:
     """Compiles what evaluation on the held-out pairs needs.
 
@@ -196,7 +198,7 @@ def make_pair_evaluator(
 
 
 def evaluate_pairs(
-    config: Config, run: str | Path | None, report: Callable[[str], None], step: int | None = None
+    config: Config, run: str | Path | None, report: Callable[[object], None], step: int | None = None
 ) -> list[dict[str, Any]]:
     """The pairs of `data.eval` as a run's checkpoint (of `step`; None: the newest), or without a run the config's model
     puts them in order, one row a pair (`PairEvaluator`).
@@ -237,15 +239,18 @@ class RewardModelRun(SupervisedRun):
         program = make_program(config, model, layout=self._layout, total_steps=self.total_steps)
         return dataclasses.replace(program, actor=training, ref=None)
 
+    def _make_accounts(self) -> Accounts:
+        return dataclasses.replace(super()._make_accounts(), scores=True)
+
     def _batch(self, given: PromptBatch) -> Batch:
         return self._pairs.batch(given)
 
-    def _make_evaluator(self, update_weights: Compiled) -> Any:
+    def _make_evaluator(self, update_weights: Compiled, report: Report) -> Any:
         self._update_weights = update_weights
         if self._inputs.held_out is None:
             return None
         model, view = self._program.actor_model, update_weights.out
-        return make_pair_evaluator(self.config, self._inputs, self._layout, model, view, self._note)
+        return make_pair_evaluator(self.config, self._inputs, self._layout, model, view, report)
 
 
 def train_reward_model(config: Config, workdir: str | Path | None = None, **how: Any) -> RewardModelRun:

@@ -6,7 +6,7 @@ Its parameters are read from its folder whenever a run starts and are in no chec
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxrl_llm.compile_log import Report
 from jaxrl_llm.compiled import Compiled
 from jaxrl_llm.config import Config
 from jaxrl_llm.errors import UserError, naming
@@ -105,7 +106,7 @@ class RewardScorer:
         # Without what `Compiled` reports: it is no phase of its own.
         self.params = Compiled("view", partial(sampler_view, self._config), params, report=lambda text: None).out
 
-    def compile(self, report: Callable[[str], None]) -> None:
+    def compile(self, report: Report) -> None:
         def score(params: Params, tokens: Array, mask: Array) -> Array:
             return score_sequences(self._model, params, *self._layout.constrain_rows((tokens, mask)))
 

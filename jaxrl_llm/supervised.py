@@ -8,12 +8,14 @@ from pathlib import Path
 
 import numpy as np
 
-from jaxrl_llm.command_line import make_parser, parse_args
+from jaxrl_llm.command_line import keep_programs, make_parser, parse_args
+from jaxrl_llm.compile_log import Report
 from jaxrl_llm.compiled import Compiled, CompiledTraining, compile_training
 from jaxrl_llm.data import PromptBatch
 from jaxrl_llm.errors import exit_code, say
-from jaxrl_llm.evaluation import Evaluators
+from jaxrl_llm.evaluation import Evaluators, evaluation_programs
 from jaxrl_llm.guard import run_guarded
+from jaxrl_llm.lengths import Lengths
 from jaxrl_llm.loading import Inputs
 from jaxrl_llm.sharding import abstract_like
 from jaxrl_llm.steps.step import ACTOR
@@ -32,13 +34,16 @@ class SupervisedRun(Run):
     def _open_rewards(self) -> Inputs:  # which only score what is held out
         return self._inputs if self._inputs.held_out is None else super()._open_rewards()
 
-    def _make_evaluator(self, update_weights: Compiled) -> Evaluators | None:
-        return self._compile_evaluator(update_weights)
+    def _programs(self) -> int:
+        return 2 + (evaluation_programs(self.config) if self._inputs.held_out else 0)
+
+    def _make_evaluator(self, update_weights: Compiled, report: Report) -> Evaluators | None:
+        return self._compile_evaluator(update_weights, report)
 
     def _try_out(self) -> None:
         self._batch(self._data.batch(0, self.config.data.train_batch_size))
 
-    def _compile(self) -> None:
+    def _compile(self, report: Report) -> None:
         self._note("compiling the update (once, before the first step)")
         program, state = self._program, abstract_like(self._state)
         given = self._data.batch(self._cursor, self.config.data.train_batch_size)
@@ -51,10 +56,10 @@ class SupervisedRun(Run):
             frozen=program.actor.base(state),
             seed=self.config.seed,
             consumer=ACTOR,
-            report=self._note,
+            report=report,
         )
-        view = Compiled("update_weights", program.update_weights, program.policy(state), report=self._note)
-        self._evaluator = self._make_evaluator(view)
+        view = Compiled("update_weights", program.update_weights, program.policy(state), report=report)
+        self._evaluator = self._make_evaluator(view, report)
 
     def _step(self) -> Stepped:
         timer, number = self._timers, np.int32(self.step)
@@ -74,7 +79,7 @@ class SupervisedRun(Run):
             "perf/response_tokens": float(response_tokens),
             "perf/total_num_tokens": float(prompt_tokens + response_tokens),
         }
-        return Stepped(metrics, batch, given, [], None)
+        return Stepped(metrics, batch, given, [], None, Lengths.of(host))
 
 
 def command(name: str, about: str, start: Callable[..., Run], argv: Sequence[str] | None) -> int:
@@ -82,6 +87,7 @@ def command(name: str, about: str, start: Callable[..., Run], argv: Sequence[str
 
     def body() -> None:
         config, args = parse_args(make_parser(name, about), sys.argv[1:] if argv is None else argv)
+        keep_programs(config.trainer.compilation_cache)
         run_guarded(start, config, args)
         say(f"done: {Path(args.workdir)}; next: python -m jaxrl_llm.export {args.workdir} FOLDER")
 

@@ -11,6 +11,7 @@ import jax
 import numpy as np
 
 from jaxrl_llm.metrics import variance_proxy
+from jaxrl_llm.profiling import annotated
 from jaxrl_llm.steps.step import prefixed
 from jaxrl_llm.steps.update import summarize
 from jaxrl_llm.watchdog import Watchdog
@@ -20,25 +21,30 @@ Metrics = dict[str, float]
 
 class Timers:
     """Seconds by phase. `with timer("gen") as wait:` measures until what `wait` was given is really there; a phase
-    that takes too long is the watchdog's."""
+    that takes too long is the watchdog's. In a trace it stands under its name."""
 
     def __init__(self, watchdog: Watchdog | None = None) -> None:
         self.seconds: dict[str, float] = {}
+        self.step = 0  # that is being done, from 1
         self.phase = ""  # that is running, or that an exception ended
         self.entered: Callable[[str], None] | None = None  # told of each phase that begins or is come back to
         self._watchdog = watchdog or Watchdog()
 
-    def reset(self) -> None:
-        self.seconds = {}
+    def reset(self, step: int) -> None:
+        """
+        Args:
+          step: that begins, from 1.
+        """
+        self.seconds, self.step = {}, step
 
     @contextlib.contextmanager
     def __call__(self, phase: str) -> Iterator[Any]:
         outer, start = self.phase, time.perf_counter()
         self._enter(phase)
-        with self._watchdog.phase(phase):
+        with self._watchdog.phase(phase), annotated(phase, self.step):
             yield jax.block_until_ready
+        self._enter(outer)  # within the phase's time: whoever is told may write a file
         self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - start
-        self._enter(outer)
 
     def _enter(self, phase: str) -> None:
         self.phase = phase

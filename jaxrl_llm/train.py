@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
-from jaxrl_llm.command_line import join_peers, make_parser, parse_args
+from jaxrl_llm.command_line import join_peers, keep_programs, make_parser, parse_args
 from jaxrl_llm.errors import exit_code, leave, say
 from jaxrl_llm.guard import run_guarded
 
@@ -23,8 +24,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.add_argument(
             "--device_memory", type=float, metavar="GB", help="of a device, for --dry_run to compare with"
         )
+        parser.add_argument(
+            "--profile", action="store_true", help="write a trace of a few steps to profile/ in the run"
+        )
+        about = "which: a step, as 4, or a first and a last, as 4:6 (default: the third to the fifth of this start)"
+        parser.add_argument("--profile_steps", metavar="FIRST:LAST", help=about)
         config, args = parse_args(parser, sys.argv[1:] if argv is None else argv)
         speaks = join_peers(args)
+        keep_programs(config.trainer.compilation_cache, writes=speaks)
         if args.dry_run:
             from jaxrl_llm.dry_run import dry_run
 
@@ -32,9 +39,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             if speaks:
                 print(found.table(1e9 * args.device_memory if args.device_memory else None))
             return
+        from jaxrl_llm.profiling import Steps
         from jaxrl_llm.trainer import fit  # jax is slow to import, and errors in the arguments should not wait for it
 
-        run_guarded(fit, config, args)
+        steps = Steps.parse(args.profile_steps) if args.profile_steps else Steps() if args.profile else None
+        run_guarded(partial(fit, profile=steps), config, args)
         if speaks:
             say(f"done: {Path(args.workdir)} holds metrics.jsonl, samples.jsonl and checkpoints/")
 

@@ -19,21 +19,26 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxrl_llm.accounting import Accounts, accounting_metrics
 from jaxrl_llm.collect import Collector, open_rewards, try_out
-from jaxrl_llm.compiled import Compiled, CompiledTraining, compile_step
+from jaxrl_llm.compile_log import CompileLog, Report
+from jaxrl_llm.compiled import Compiled, CompiledTraining, compile_step, step_programs
 from jaxrl_llm.config import Config
 from jaxrl_llm.data import PromptBatch
 from jaxrl_llm.errors import OutOfMemory, RunAborted, StorageError, TryAgain, is_out_of_memory
-from jaxrl_llm.evaluation import Evaluators, make_evaluators
+from jaxrl_llm.evaluation import Evaluators, evaluation_programs, make_evaluators
 from jaxrl_llm.guard import Guard
 from jaxrl_llm.health import why_stop
 from jaxrl_llm.input_notes import input_notes
+from jaxrl_llm.lengths import Lengths
 from jaxrl_llm.loading import Inputs, build_program, load_inputs, make_layout, ordinary_policy
-from jaxrl_llm.memory import explain, tell_of_killed
+from jaxrl_llm.memory import explain, memory_metrics, tell_of_killed
 from jaxrl_llm.metrics import extras_metrics, timing_metrics
 from jaxrl_llm.models.hf_export import export_policy
 from jaxrl_llm.order import epoch_steps
+from jaxrl_llm.peaks import peak_flops
 from jaxrl_llm.peers import Peers
+from jaxrl_llm.profiling import Profile, Steps
 from jaxrl_llm.resume import Keeper
 from jaxrl_llm.reward_scorer import RewardScorer, make_scorer
 from jaxrl_llm.rewards import Scores
@@ -41,7 +46,7 @@ from jaxrl_llm.run_mark import RunMark, hold
 from jaxrl_llm.samplers import make_sampler
 from jaxrl_llm.samples import rollout_rows, sample_rows
 from jaxrl_llm.sharding import abstract_like, fetch
-from jaxrl_llm.steps.phases import Program
+from jaxrl_llm.steps.phases import Program, cascade
 from jaxrl_llm.timers import Timers, host_metrics
 from jaxrl_llm.types import Batch, RunState
 from jaxrl_llm.writers import MODEL, RunWriter, SilentWriter, check_loggers, check_workdir, machine_facts, storage
@@ -50,7 +55,12 @@ Metrics = dict[str, float]
 
 
 def fit(
-    config: Config, workdir: str | Path | None = None, *, strict_resume: bool = False, guard: Guard | None = None
+    config: Config,
+    workdir: str | Path | None = None,
+    *,
+    strict_resume: bool = False,
+    guard: Guard | None = None,
+    profile: Steps | None = None,
 ) -> Run:
     """A run of `config`: iterate over it for (metrics, batch) of each step.
 
@@ -59,11 +69,12 @@ def fit(
         keeps nothing but what is yielded.
       strict_resume: whether a damaged checkpoint is an error, instead of the newest good one being taken.
       guard: of a command: signals that ask the run to stop, and a watchdog over its phases.
+      profile: steps of which a trace is written to profile/ in `workdir` (of the first process).
 
     Raises:
       UserError: something in the config, the data, a model or the folder is wrong; before the first step.
     """
-    return Run(config, workdir, strict_resume=strict_resume, guard=guard)
+    return Run(config, workdir, strict_resume=strict_resume, guard=guard, profile=profile)
 
 
 class Stepped(NamedTuple):
@@ -74,6 +85,8 @@ class Stepped(NamedTuple):
     given: PromptBatch
     texts: list[str]  # B responses, as people see them
     scored: Scores | None  # None where nothing was scored
+    lengths: Lengths
+    generated: tuple[Lengths, ...] = ()  # of each batch that was sampled for it
 
 
 class Run:
@@ -89,6 +102,7 @@ class Run:
         *,
         strict_resume: bool = False,
         guard: Guard | None = None,
+        profile: Steps | None = None,
     ) -> None:
         """As `fit`."""
         check_loggers(config)
@@ -97,6 +111,7 @@ class Run:
         self._workdir = None if workdir is None else Path(workdir)
         check_workdir(config, self._workdir)
         self._writer: RunWriter | None = None
+        self._profiled, self._profile = profile, None
         self._mark: RunMark | None = None
         self._keeper, self._evaluator, self._peers = None, None, Peers.of_run()
         with self._timers("start"):
@@ -141,14 +156,22 @@ class Run:
                 self._timers.entered = lambda phase: mark.at(self.step, phase)
                 if mark.killed:
                     self._note(f"notice: {tell_of_killed(config, mark.killed)}")
+            if self._profiled and self._peers.first and self.step < self.total_steps:
+                where = {"step": self.step, "total": self.total_steps, "note": self._note}
+                self._profile = Profile(self._profiled, Path(workdir), **where)
         self._told_of_failures = False
         self._note_inputs()
         self._tell_of_checkpoints()
         if self.step < self.total_steps:
-            if self._scorer:
-                self._scorer.compile(self._note)
-            with self._timers("compile"):
-                self._compile()
+            with (
+                self._timers("compile"),
+                CompileLog(self._busy, self._note, expected=self._programs()) as report,
+            ):
+                if self._scorer:
+                    self._scorer.compile(report)
+                self._compile(report)
+            self._accounts = self._make_accounts()
+            self._peak = peak_flops(config.trainer.device_tflops, config.model.dtype)
         else:
             self._note(f"nothing is left to do: step {self.step} of {self.total_steps} is done (trainer.steps)")
 
@@ -192,7 +215,8 @@ class Run:
         self._state = self._state.replace(kl_coef=kl_coef, step=done)
         extras = [extras for extras, valid in zip(scored.extras, scored.valid, strict=True) if valid]
         numbers = host_metrics(metrics, updated) | extras_metrics(extras) | collected.metrics
-        return Stepped(numbers, batch, given, collected.sampled.shown, scored)
+        shown, generated = collected.sampled.shown, collected.generated
+        return Stepped(numbers, batch, given, shown, scored, collected.lengths, generated)
 
     def _train(self, role: str, training: CompiledTraining, batch: Batch, step: np.int32) -> list[Any]:
         """The phase's updates one after the other; their metrics.
@@ -225,7 +249,9 @@ class Run:
                 keeper.poll()
                 if asked := asked or self._asked_to_stop():
                     self._stop(asked, unfinished)
-                self._timers.reset()
+                self._timers.reset(self.step + 1)
+                if self._profile:
+                    self._profile.before(self.step + 1)
                 with self._timers("step"):
                     stepped = self._step()
                     metrics, last = stepped.metrics, self.step == self.total_steps
@@ -240,12 +266,15 @@ class Run:
                     if not (broken or hurried) and (_due(self.step, save) or (last and save)):
                         with self._timers("save_checkpoint"):
                             self._save(metrics, hold=True)
+                if self._profile:
+                    self._profile.after(self.step)
                 metrics |= timing_metrics(
                     self._timers.seconds,
                     total_tokens=int(metrics["perf/total_num_tokens"]),
                     response_tokens=int(metrics["perf/response_tokens"]),
                     n_devices=self._layout.mesh.size,
                 )
+                metrics |= self._accounting(stepped, metrics["perf/time_per_step"])
                 unfinished = metrics if evaluate and hurried else None
                 self._show(stepped)
                 self._write(self.step, metrics)
@@ -322,6 +351,8 @@ class Run:
           StorageError: the checkpoint could not be written, and there was no other error.
         """
         self._inputs.rewards.close()
+        if self._profile:
+            self._profile.close()
         failed = None
         with self._guard.watchdog.phase("close"):
             try:
@@ -371,12 +402,17 @@ class Run:
         while self._keeper.notes:
             self._note(self._keeper.notes.pop(0))
 
-    def _compile(self) -> None:
+    def _programs(self) -> int:
+        """How many programs will be compiled."""
+        evaluation = evaluation_programs(self.config) if self._inputs.held_out else 0
+        return step_programs(self._program) + evaluation + (self._scorer is not None)
+
+    def _compile(self, report: Report) -> None:
         self._note("compiling the phases (once, before the first step)")
         program, inputs, layout = self._program, self._inputs, self._layout
         prompts = layout.put_rows(self._data.batch(self._cursor, self.config.data.train_batch_size).prompts)
         rewards = {"weights": tuple(inputs.rewards.weights.tolist()), "jax_rewards": inputs.rewards.jax_functions}
-        self._phases = compile_step(program, self._state, abstract_like(prompts), **rewards, report=self._note)
+        self._phases = compile_step(program, self._state, abstract_like(prompts), **rewards, report=report)
         sampler, config = partial(make_sampler, self.config, inputs, layout, program.stops), self.config
         self._collect = Collector(
             config,
@@ -389,15 +425,29 @@ class Run:
             vocab_size=program.actor_model.vocab_size,
             timers=self._timers,
         )
-        self._evaluator = self._compile_evaluator(self._phases.update_weights)
+        self._evaluator = self._compile_evaluator(self._phases.update_weights, report)
 
-    def _compile_evaluator(self, update_weights: Compiled) -> Evaluators | None:
+    def _compile_evaluator(self, update_weights: Compiled, report: Report) -> Evaluators | None:
         self._update_weights = update_weights
         if self._inputs.held_out is None:
             return None
-        return make_evaluators(self._program, self._inputs, update_weights.out, report=self._note)
+        return make_evaluators(self._program, self._inputs, update_weights.out, report=report)
 
     # After a step
+
+    def _make_accounts(self) -> Accounts:
+        return Accounts.of(self._program.config, self._inputs.folder, cascade(self._program.config, self._layout))
+
+    def _accounting(self, stepped: Stepped, seconds: float) -> Metrics:
+        """What the step computed, and what the devices and the host had to hold for it."""
+        found = accounting_metrics(
+            self._accounts.count(stepped.lengths, stepped.generated),
+            self._timers.seconds,
+            seconds=seconds,
+            peak=self._peak,
+            n_devices=self._layout.mesh.size,
+        )
+        return found | memory_metrics()
 
     def _evaluate(self) -> Metrics:
         if self._evaluator is None:
@@ -409,7 +459,7 @@ class Run:
         return metrics
 
     def _show(self, stepped: Stepped) -> None:
-        _, batch, given, texts, scored = stepped
+        _, batch, given, texts, scored, *_ = stepped
         if self._writer is None or scored is None:
             return
         # Where every response failed, the error that ends the run tells why.
@@ -444,6 +494,11 @@ class Run:
         if self._writer and metrics:
             with self._guard.watchdog.phase("write"):
                 self._writer.step(step, metrics)
+
+    def _busy(self, text: str) -> None:
+        self._guard.watchdog.alive()
+        if self._writer:
+            self._writer.busy(text)
 
     def _stuck(self, why: str) -> None:
         """The watchdog is about to end the process."""

@@ -214,6 +214,10 @@ class RunWriter:
         self._event("note", text=text)
         self._show(lambda display: display.note(text))
 
+    def busy(self, text: str) -> None:
+        """What has begun and may take long: shown until the next note, and not written down."""
+        self._display.busy(text)
+
     def stuck(self, why: str) -> None:
         """The process is about to end (watchdog.py), with no time for more than this."""
         self._event("end", step=self._last, outcome="aborted", why=why)
@@ -322,6 +326,9 @@ class SilentWriter(RunWriter):
         pass
 
     def note(self, text: str) -> None:
+        pass
+
+    def busy(self, text: str) -> None:
         pass
 
     def stuck(self, why: str) -> None:

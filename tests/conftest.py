@@ -8,6 +8,10 @@ from tests import quick
 if "xla_backend_optimization_level" not in os.environ.get("XLA_FLAGS", ""):
     os.environ["XLA_FLAGS"] = " ".join([*os.environ.get("XLA_FLAGS", "").split(), *quick.FLAGS])
 
+# Nobody's own cache of compiled programs is read or written; tests have theirs (tiny_folder.compile_once).
+os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"
+os.environ.pop("JAX_COMPILATION_CACHE_DIR", None)
+
 import jax
 import pytest
 from hypothesis import settings

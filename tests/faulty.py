@@ -1,6 +1,7 @@
 """Runs that something happens to: hooks and programs for tests/test_faults.py and tests/test_killed.py.
 
 python -m tests.faulty train PHASE STEP ARGUMENT...   the command train, killed (SIGKILL) in a phase of a step
+python -m tests.faulty starve PHASE ARGUMENT...       the command train, with little more memory from a phase on
 python -m tests.faulty save FOLDER                    saves one step after the other until it is killed
 python -m tests.faulty meshes FOLDER                  saves on 2 x 4 devices, restores on others
 """
@@ -28,6 +29,8 @@ import pytest
 
 from jaxrl_llm import checkpoint, timers, train
 from jaxrl_llm.checkpoint import Checkpoints
+from jaxrl_llm.errors import leave
+from jaxrl_llm.metrics import CLOCKS
 from jaxrl_llm.rewards import batched
 from jaxrl_llm.trainer import Run, fit
 from tests import tiny_folder, tiny_runs
@@ -67,6 +70,7 @@ def start(tmp_path: Path, *arguments: str, **environment: str) -> subprocess.Pop
     given = {
         **os.environ,
         "TMPDIR": str(scratch),
+        "JAX_ENABLE_COMPILATION_CACHE": "true",
         "JAX_COMPILATION_CACHE_DIR": str(tiny_folder.session_folder() / "killed"),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
@@ -79,8 +83,7 @@ def start(tmp_path: Path, *arguments: str, **environment: str) -> subprocess.Pop
 
 
 def without_clocks(lines: Rows) -> Rows:
-    clocks = ("timing", "perf/time_per_step", "perf/throughput")
-    return [{name: value for name, value in line.items() if not name.startswith(clocks)} for line in lines]
+    return [{name: value for name, value in line.items() if not name.startswith(CLOCKS)} for line in lines]
 
 
 # Rewards
@@ -148,6 +151,25 @@ def killed_train(phase: str, step: int, arguments: list[str]) -> int:
     return train.main(arguments)
 
 
+def starved_train(phase: str, arguments: list[str]) -> int:
+    """From the phase on the process may have a megabyte more of data than it has then."""
+    import resource
+
+    entered, limited = timers.Timers._enter, False
+
+    def enter(self: timers.Timers, name: str) -> None:
+        nonlocal limited
+        entered(self, name)
+        if name == phase and not limited:
+            limited = True
+            lines = Path("/proc/self/status").read_text().splitlines()
+            has = next(int(line.split()[1]) for line in lines if line.startswith("VmData:")) << 10
+            resource.setrlimit(resource.RLIMIT_DATA, (has + (1 << 20), has + (1 << 20)))
+
+    timers.Timers._enter = enter  # pyright: ignore[reportAttributeAccessIssue]
+    return train.main(arguments)
+
+
 def state_of(step: int, size: int) -> dict[str, jax.Array]:
     return {f"{i}": jnp.arange(size, dtype=jnp.float32) * step + i for i in range(4)}
 
@@ -196,4 +218,6 @@ if __name__ == "__main__":
     job, *rest = sys.argv[1:]
     if job == "train":
         sys.exit(killed_train(rest[0], int(rest[1]), rest[2:]))
+    if job == "starve":
+        leave(starved_train(rest[0], rest[1:]))
     {"save": save_for_ever, "meshes": on_meshes}[job](Path(rest[0]))

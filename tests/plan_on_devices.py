@@ -34,7 +34,13 @@ SHAPE = TransformerConfig(
     max_positions=256, tie_embeddings=True,
 )  # fmt: skip
 UNTIED = dataclasses.replace(SHAPE, tie_embeddings=False, qkv_bias=True)
-LENGTHS = {"data__train_batch_size": 16, "rollout__n": 2, "rollout__prompt_length": 24, "rollout__response_length": 12}
+LENGTHS = {
+    "data__train_batch_size": 16,
+    "rollout__n": 2,
+    "rollout__prompt_length": 24,
+    "rollout__response_length": 12,
+    "rollout__cascade__halvings": 0,  # one loop over tokens
+}
 GRPO = LENGTHS | {"actor__use_kl_loss": True, "actor__mini_batch_size": 8, "model__logprob_chunk": 8}
 PPO = LENGTHS | {"algorithm__estimator": "gae", "algorithm__use_kl_in_reward": True}
 MESHES = {
@@ -94,11 +100,10 @@ def measure(config: Config, shape: TransformerConfig, mesh: dict[str, int]) -> M
     )
     step = compile_step(program, state, prompts, weights=(1.0,), jax_rewards={}, report=lambda text: None)
     programs = list(named_programs(step))
-    heads = f"{shape.num_kv_heads // mesh['tensor']},{shape.head_dim}]"
-    shards = layout.batch_shards
-    shapes = [
-        f"f32[{shape.num_layers},{groups // shards},{r.prompt_length},{heads}",
-        f"f32[{shape.num_layers},{groups * r.n // shards},{r.response_length},{heads}",
+    shards, heads = layout.batch_shards, f"{shape.num_kv_heads // mesh['tensor']},{shape.head_dim}"
+    shapes = [  # of keys, whose slots come last
+        f"f32[{shape.num_layers},{groups // shards},{heads},{r.prompt_length}]",
+        f"f32[{shape.num_layers},{groups * r.n // shards},{heads},{r.response_length}]",
     ]
     text = dict(programs)["gen"].executable.as_text() or ""
     there = all(wanted in text for wanted in shapes)

@@ -119,7 +119,7 @@ def test_work_is_what_has_to_be_computed() -> None:
     # A second response to the same prompt of two tokens: its first token sees three, itself included.
     two = case("--prompts", "1", "--n", "2", "--prompt-length", "2")
     single, both = (model_flops(two, costs, np.array(drawn)) for drawn in ([2], [2, 2]))
-    assert single and both and both - single == 2 * kernels + 4 * 3 * 32 + 2 * head
+    assert both - single == 2 * kernels + 4 * 3 * 32 + 2 * head
 
 
 @pytest.mark.parametrize(

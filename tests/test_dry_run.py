@@ -32,6 +32,14 @@ def without_weights(folder: Path, to: Path) -> Path:
     return Path(shutil.copytree(folder, to, ignore=shutil.ignore_patterns("*.safetensors*")))
 
 
+def assert_counted(said: list[str]) -> None:
+    """Each program is told as it begins, with its number of all, and that it is ready."""
+    begun = [line for line in said if line.startswith("compiling ")]
+    assert [line.rpartition(" (")[2] for line in begun] == [f"{i + 1} of {len(begun)})" for i in range(len(begun))]
+    assert sum(line.startswith("compiled ") for line in said) == len(begun) + 1
+    assert said[-1].startswith(f"compiled {len(begun)} programs in ")
+
+
 def phase_names(run: DryRun) -> set[str]:
     return {phase.name for phase in run.phases}
 
@@ -46,6 +54,7 @@ def test_the_command_needs_no_weights_and_writes_nothing(
     assert main(["--config", str(recipe), "--workdir", str(tmp_path / "run"), "--dry_run"]) == 0
     text = capsys.readouterr().out
     assert "compiled update_actor in" in text and "collectives: none" in text
+    assert_counted([line for line in text.splitlines() if line.startswith("compil")])
     assert "one device of data=1 fsdp=1 tensor=1 (1 device): memory" in text
     assert "(a device's memory is not known here: --device_memory GB)" in text
     assert [path for path in sorted(tmp_path.rglob("*")) if "__pycache__" not in str(path)] == before
@@ -73,8 +82,9 @@ def test_it_says_what_a_run_then_holds() -> None:
     """PPO with a reward model beside the functions, on the trainer's own state."""
     given = {"algorithm__estimator": "gae", "algorithm__use_kl_in_reward": True, "eval__temperature": 1.0}
     reward = {"reward__model__path": str(tiny_folder.reward_folder()), "eval__n": 2, "eval__greedy": True}
-    config = tiny_folder.config(**given, **reward)
-    found = dry_run(config, report=lambda text: None)
+    config, said = tiny_folder.config(**given, **reward), list[str]()
+    found = dry_run(config, report=said.append)
+    assert_counted(said)
     assert {"gen", "old_log_prob", "ref", "values", "adv", "update_critic", "update_actor"} <= phase_names(found)
     assert {"testing, greedy", "testing, sampled", "reward_model"} <= phase_names(found)
     with fit(config) as run:
@@ -100,6 +110,8 @@ def test_lora_and_turns_are_known() -> None:
         "rollout__multi_turn__max_observation_length": 6,
         "rollout__response_length": 20,
     }
-    found = dry_run(tiny_folder.config(**lora, **turns), report=lambda text: None)
+    said: list[str] = []
+    found = dry_run(tiny_folder.config(**lora, **turns), report=said.append)
+    assert_counted(said)
     assert found.held["frozen base"] > found.held["actor: parameters"] > 0 == found.held["reference"]
     assert {"gen, begin", "gen, go_on", "gen, finish", "testing, begin"} <= phase_names(found)

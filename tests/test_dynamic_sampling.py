@@ -42,9 +42,9 @@ def test_rows_that_fail_on_the_devices_are_failures_everywhere(monkeypatch: pyte
 
     def watch(*args: Any) -> Any:
         nonlocal sampled, failed
-        batch, scored = write(*args)
+        batch, *others = write(*args)
         sampled, failed = sampled + batch.num_rows, failed + int((~np.asarray(batch.row_valid)).sum())
-        return batch, scored
+        return batch, *others
 
     monkeypatch.setattr(run._collect, "_write", watch)
     metrics, _ = next(run)

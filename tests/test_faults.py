@@ -273,6 +273,22 @@ def test_out_of_memory_says_where_and_what_makes_it_smaller(
     assert "out of memory" in read_jsonl(tmp_path / "run" / "events.jsonl")[-1]["why"]
 
 
+@pytest.mark.long
+@pytest.mark.skipif(sys.platform != "linux", reason="memory is limited as Linux does it")
+@pytest.mark.parametrize("phase", ["gen", "update_actor", "testing", "save_checkpoint"])
+def test_a_process_that_may_have_no_more_memory_ends_with_5(tmp_path: Path, phase: str) -> None:
+    """Of a model and a batch that need some 30 MB a phase, where the system gives one."""
+    more = {"rollout.n": 64, "actor.mini_batch_size": 4, "trainer.steps": 3, "trainer.save_interval": 1}
+    more |= {"actor.use_kl_loss": True, "eval.interval": 1, "eval.batch_size": 500}
+    options = [f"--config={ROOT / 'configs/quickstart.py'}", f"--workdir={tmp_path / 'run'}"]
+    options += [f"--config.{name}={value}" for name, value in more.items()]
+    with start(tmp_path, "starve", phase, *options) as process:
+        _, told = process.communicate()
+    assert process.returncode == 5, told
+    assert re.search(rf"out of memory in the phase ({phase}|update_actor|close): ", told)
+    assert "32 prompts x 64 responses = 2048 rows" in told
+
+
 def test_out_of_the_hosts_memory_is_5_too(recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: Any, **__: Any) -> Any:
         raise MemoryError

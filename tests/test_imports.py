@@ -52,7 +52,7 @@ ALLOWED: dict[str, set[str]] = {
     "config_devices": BASE | {"config", "config_roles"},
     "config_rules": BASE | {"algorithms", "config", "config_roles", "dotted", "environments", "rewards"},
     "config": CONFIG,
-    "command_line": CONFIG | {"peers"},
+    "command_line": CONFIG | {"compilation_cache", "peers"},
     "rewards": BASE | {"dotted"},
     "environments": BASE | {"dotted", "rewards"},
     "curriculum": set(),
@@ -87,40 +87,51 @@ ALLOWED: dict[str, set[str]] = {
     "steps": CONFIG | {"types", "models", "metrics", "sharding"},
     "roles": BASE | {"models", "tokenizer"},
     "loading": HOST | {"models", "roles", "steps"},
-    "compiled": HOST | {"models", "steps"},
+    "accounting": CONFIG | {"costs", "lengths", "models", "steps"},
+    "lengths": set(),
+    "peaks": {"chips", "run_files"},
+    "compilation_cache": set(),
+    "compile_log": set(),
+    "compiled": HOST | {"compile_log", "models", "steps"},
     "samplers": HOST | {"models", "steps", "compiled", "loading"},
-    "collect": HOST | {"peers", "steps", "compiled", "curriculum", "environments", "loading", "samplers", "timers"},
-    "evaluation": HOST | {"models", "steps", "compiled", "loading", "collect", "samplers"},
-    "reward_scorer": HOST | {"models", "steps", "compiled", "exchanges", "loading"},
+    "collect": HOST
+    | {"lengths", "peers", "steps", "compiled", "curriculum", "environments", "loading", "samplers", "timers"},
+    "evaluation": HOST | {"models", "steps", "compile_log", "compiled", "loading", "collect", "samplers"},
+    "reward_scorer": HOST | {"models", "steps", "compile_log", "compiled", "exchanges", "loading"},
     "signals": BASE,
     "watchdog": BASE,
     "guard": {"config", "signals", "watchdog"},
-    "timers": {"metrics", "steps", "watchdog"},
+    "profiling": BASE,
+    "timers": {"metrics", "profiling", "steps", "watchdog"},
     "memory": {"compiled", "config", "run_mark"},
     "health": {"config", "rewards", "types"},
     "resume": HOST | {"curriculum", "loading", "peers", "steps"},
     "input_notes": HOST | {"costs", "loading", "models", "steps"},
     "trainer": HOST
-    | {"models", "steps", "loading", "compiled", "collect", "curriculum", "evaluation"}
+    | {"models", "steps", "loading", "compile_log", "compiled", "collect", "curriculum", "evaluation"}
+    | {"accounting", "lengths", "peaks", "profiling"}
     | {"guard", "health", "input_notes", "memory", "resume", "run_mark"}
     | {"peers", "reward_scorer", "samplers", "samples", "timers"},
     "hlo": set(),
     "dry_run": HOST
-    | {"models", "steps", "loading", "compiled", "collect", "evaluation", "hlo", "input_notes", "reward_scorer"},
+    | {"models", "steps", "loading", "compile_log", "compiled", "collect", "evaluation"}
+    | {"hlo", "input_notes", "reward_scorer"},
     "costs": CONFIG | {"models", "sharding", "steps", "types"},
     "phase_costs": CONFIG | {"costs", "hlo", "steps"},
     "chips": BASE,
     "plan": CONFIG | {"chips", "command_line", "costs", "models", "phase_costs"},
-    "train": {"command_line", "dry_run", "errors", "guard", "trainer"},
+    "train": {"command_line", "dry_run", "errors", "guard", "profiling", "trainer"},
     "evaluate": HOST
-    | {"command_line", "models", "steps", "loading", "collect", "compiled", "evaluation"}
+    | {"command_line", "models", "steps", "loading", "collect", "compile_log", "compiled", "evaluation"}
     | {"reward_model", "reward_scorer", "run_files"},
     "fetch": BASE | {"models"},
     "supervised": HOST
-    | {"command_line", "compiled", "evaluation", "guard", "loading", "models", "steps", "timers", "trainer"},
+    | {"command_line", "compile_log", "compiled", "evaluation", "guard", "lengths"}
+    | {"loading", "models", "steps", "timers", "trainer"},
     "sft": HOST | {"command_line", "exchanges", "models", "steps", "supervised"},
     "reward_model": HOST
-    | {"command_line", "models", "steps", "compiled", "evaluation", "exchanges", "loading", "supervised"},
+    | {"accounting", "command_line", "compile_log", "compiled", "evaluation", "exchanges"}
+    | {"loading", "models", "steps", "supervised"},
     "export": {"command_line", "errors", "loading", "models"},
     "quickstart": BASE | {"models"},
     "__main__": set(),

@@ -198,6 +198,8 @@ def test_timing():
         "timing_s/step": 8.0,
         "timing_per_token_ms/gen": 20.0,
         "timing_per_token_ms/ref": 2.5,
+        "perf/tokens_per_sec/gen": 50.0,
+        "perf/tokens_per_sec/ref": 400.0,
         "perf/time_per_step": 8.0,
         "perf/throughput": 25.0,
     }

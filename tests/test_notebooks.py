@@ -61,6 +61,7 @@ def test_a_notebook_runs(name: str, model: Path, tmp_path: Path) -> None:
     small = {
         "JAXRL_LLM_SMALL": "1",
         "JAXRL_LLM_MODEL": str(model),
+        "JAX_ENABLE_COMPILATION_CACHE": "true",
         "JAX_COMPILATION_CACHE_DIR": str(tiny_folder.session_folder() / "notebook_programs"),
         "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
         "JUPYTER_PLATFORM_DIRS": "1",

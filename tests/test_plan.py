@@ -122,8 +122,8 @@ def test_matrix_products_are_planned(result: Result, name: str) -> None:
     for phase, measured, works, count in by_phase(result(name), *planned(name)):
         assert works[0].flops / count == pytest.approx(measured.dot_flops, rel=2e-3), phase
         if phase == "gen":
-            tokens = case(name)[0].rollout.response_length
-            assert works[1].flops / tokens == pytest.approx(measured.token_flops, rel=1e-3)
+            after_the_first = case(name)[0].rollout.response_length - 1
+            assert works[1].flops / after_the_first == pytest.approx(measured.token_flops, rel=1e-3)
 
 
 @pytest.mark.long
@@ -234,7 +234,8 @@ def test_weights_that_are_gathered_for_a_rollout_are_gathered_once(result: Resul
     job, mesh = planned("twice")
     found = {phase.name: phase for phase in result("twice").run.phases}
     assert job.config.rollout.gather_params and mesh.fsdp > 1
-    assert not [c.line for c in found["gen"].collectives if "fsdp" in c.axes and c.bytes > 1]
+    # But how many rows go on, one number.
+    assert not [c.line for c in found["gen"].collectives if "fsdp" in c.axes and c.bytes > 4]
     expected = phases(job, mesh)["update_weights"].exchanges
     gathered = found["update_weights"].collectives
     assert {(c.kind, c.axes) for c in gathered} == {("all-gather", ("fsdp",))}

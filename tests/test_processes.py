@@ -21,6 +21,7 @@ import pytest
 from jaxrl_llm.command_line import make_parser, parse_args
 from jaxrl_llm.config import to_json
 from jaxrl_llm.errors import UserError
+from jaxrl_llm.metrics import CLOCKS
 from jaxrl_llm.peers import Peers
 from jaxrl_llm.rewards import make_rewards, pooled
 from jaxrl_llm.writers import read_jsonl
@@ -101,9 +102,8 @@ def test_two_processes_are_one_run(start: Start, tmp_path: Path) -> None:
     assert ended(start(2, tmp_path / "two"), tmp_path) == [0, 0]
     one, two = (read_jsonl(tmp_path / name / "metrics.jsonl") for name in ("one", "two"))
     assert [line["step"] for line in two] == [0, 1, 2]
-    clocks = ("timing", "perf/time_per_step", "perf/throughput")
     for name, value in one[1].items():
-        if not name.startswith(clocks):
+        if not name.startswith(CLOCKS):
             assert two[1][name] == pytest.approx(value, rel=1e-3, abs=1e-3), name
     rows = [read_jsonl(tmp_path / name / "rollouts/1.jsonl") for name in ("one", "two")]
     for a, b in zip(*rows, strict=True):

@@ -16,6 +16,7 @@ import pytest
 
 from jaxrl_llm.errors import RunAborted, UserError
 from jaxrl_llm.loading import build_program, load_inputs, make_layout
+from jaxrl_llm.metrics import CLOCKS
 from jaxrl_llm.steps.step import make_step, step_key
 from jaxrl_llm.trainer import fit
 from jaxrl_llm.writers import read_jsonl
@@ -121,8 +122,7 @@ def test_a_killed_run_resumes_bit_for_bit(either: Watched) -> None:
 
 
 def without_clocks(line: dict[str, Any]) -> dict[str, Any]:
-    clocks = ("timing", "perf/time_per_step", "perf/throughput")
-    return {name: value for name, value in line.items() if not name.startswith(clocks)}
+    return {name: value for name, value in line.items() if not name.startswith(CLOCKS)}
 
 
 def test_a_finished_run_can_be_made_longer(grpo: Watched, tmp_path: Path) -> None:

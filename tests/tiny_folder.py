@@ -73,6 +73,7 @@ def compile_once() -> Iterator[None]:
     """Compiles with little optimization, in half the time, and reads back what was compiled before in this session."""
     settings = {
         "jax_disable_most_optimizations": True,
+        "jax_enable_compilation_cache": True,
         "jax_compilation_cache_dir": str(session_folder() / "programs"),
         "jax_persistent_cache_min_compile_time_secs": 0.0,
         "jax_persistent_cache_min_entry_size_bytes": -1,

@@ -113,7 +113,7 @@ class Job:
     config: Config
     program: Program
     params: Params
-    costs: Costs | None  # None for a model with experts, whose work is not known
+    costs: Costs
 
 
 def open_job(case: Case, folder: Path, **overrides: Any) -> Job:
@@ -125,10 +125,9 @@ def open_job(case: Case, folder: Path, **overrides: Any) -> Job:
     return Job(case, config, program, params, costs_of(config, folder))
 
 
-def costs_of(config: Config, folder: Path) -> Costs | None:
-    """What `model_flops` counts; None for a model with experts."""
-    with contextlib.suppress(UserError):
-        return Costs.of(config, hf.read_shape(folder))
+def costs_of(config: Config, folder: Path) -> Costs:
+    """What `work.model_flops` counts by."""
+    return Costs.of(config, hf.read_shape(folder))
 
 
 def random_tokens(job: Job, *shape: int) -> np.ndarray:

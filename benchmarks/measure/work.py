@@ -19,24 +19,16 @@ from jaxrl_llm.costs import Mesh, forward_flops, head_flops
 Line = dict[str, Any]
 
 
-def model_flops(case: Case, costs: Costs | None, response_lengths: np.ndarray) -> float | None:
+def model_flops(case: Case, costs: Costs, response_lengths: np.ndarray) -> float:
     """Matrix products of one forward pass over the responses [B], at the least: each prompt once for its responses, no
     padding, no pair of tokens of which one cannot see the other, and the head at response tokens alone. Sampling needs
     the same, an update three times as much."""
-    if costs is None:
-        return None
     width, groups = case.prompt_length, case.prompts
     own = response_lengths.astype(np.int64) - 1  # the last token is nobody's input
     tokens = groups * width + own.sum()
     pairs = groups * width * (width + 1) / 2 + (own * width + own * (own + 1) / 2).sum()
     mesh = Mesh()
     return forward_flops(costs, mesh, tokens, pairs) + head_flops(costs, mesh, int(response_lengths.sum()))
-
-
-def mean(values: Sequence[float | None]) -> float | None:
-    """None if one of them is."""
-    known = [value for value in values if value is not None]
-    return statistics.fmean(known) if len(known) == len(values) else None
 
 
 def silent(text: str) -> None:
@@ -50,15 +42,13 @@ def clocked(make: Callable[[], Any]) -> tuple[Any, float]:
     return made, time.perf_counter() - start
 
 
-def found(
-    case: Case, seconds: Sequence[float], compile_s: float, program: Compiled, tokens: int, flops: float | None
-) -> Line:
+def found(case: Case, seconds: Sequence[float], compile_s: float, program: Compiled, tokens: int, flops: float) -> Line:
     """The line of a case: speed, memory, and how far it is from what the machine can do.
 
     Args:
       program: that was timed.
       tokens: that a call works on.
-      flops: of a call; None where it is not known.
+      flops: of a call.
     """
     peak, memory = matmul_peak(case.dtype), program.executable.memory_analysis()
     line = timing(seconds, tokens) | {"compile_s": round(compile_s, 2)}
@@ -68,9 +58,7 @@ def found(
             "argument_mb": round(memory.argument_size_in_bytes / 1e6, 1),
             "output_mb": round((memory.output_size_in_bytes - memory.alias_size_in_bytes) / 1e6, 1),
         }
-    line |= {"rss_mb": rss_mb(), "peak_gflop_per_s": round(peak / 1e9, 1)}
-    if flops is not None:
-        speed = flops / statistics.median(seconds)
-        line |= {"gflop": round(flops / 1e9, 3), "gflop_per_s": round(speed / 1e9, 1)}
-        line |= {"of_peak": round(speed / peak, 3)}
+    speed = flops / statistics.median(seconds)
+    line |= {"rss_mb": rss_mb(), "gflop": round(flops / 1e9, 3), "gflop_per_s": round(speed / 1e9, 1)}
+    line |= {"peak_gflop_per_s": round(peak / 1e9, 1), "of_peak": round(speed / peak, 3)}
     return line | {"cores": cores(), "jax": jax.__version__, "python": sys.version.split()[0]}

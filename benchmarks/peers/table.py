@@ -117,7 +117,7 @@ def _smollm2() -> list[Row]:
 
 def _alone() -> list[Row]:
     long = "--json --preset smollm2-135m --prompts 16 --prompt-length 256 --response-length 256 --micro-batch 4"
-    head = "--json --part head --preset smollm2-135m --prompts 8 --response-length 1024"
+    head = "--json --part head --preset smollm2-135m --prompts 8 --response-length 1024 --logprob-chunk 256"
     peak = Figure(Program("ours", "benchmarks.update", long, calls=1), "of_peak")
     memory = Figure(Program("ours", "benchmarks.scoring", head, calls=1), "temp_mb")
     found = [

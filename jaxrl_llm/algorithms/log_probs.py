@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from functools import partial
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -99,16 +100,15 @@ def from_hidden(
     chunk = min(chunk, width)
     count = -(-width // chunk)
 
-    @jax.checkpoint
     def stats(pair: tuple[Array, Array]) -> TokenStats:
         return _token_stats(logits_fn(pair[0]), pair[1], temperature, with_entropy, with_sum_pi_squared)
 
     if count == 1:
-        return stats((hidden, labels))
+        return stats((hidden, labels))  # no more would be kept than is computed at once anyway
     padding = count * chunk - width
     hidden = jnp.pad(hidden, ((0, 0), (0, padding), (0, 0))).reshape(rows, count, chunk, size).swapaxes(0, 1)
     labels = jnp.pad(labels, ((0, 0), (0, padding))).reshape(rows, count, chunk).swapaxes(0, 1)
-    chunks = jax.lax.map(stats, (hidden, labels))
+    chunks = jax.lax.map(jax.checkpoint(stats), (hidden, labels))
     return jax.tree.map(lambda x: x.swapaxes(0, 1).reshape(rows, count * chunk)[:, :width], chunks)
 
 
@@ -207,9 +207,46 @@ def _sum_pi_squared(log_pi: Array) -> Array:
 def _token_stats(
     logits: Array, labels: Array, temperature: float | Array, with_entropy: bool, with_sum_pi_squared: bool
 ) -> TokenStats:
+    # A Python number stays as weakly typed as it was, so that float32 logits stay float32.
+    return _stats(with_entropy, with_sum_pi_squared, logits, labels, jnp.asarray(temperature, logits.dtype))
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _stats(
+    with_entropy: bool, with_sum_pi_squared: bool, logits: Array, labels: Array, temperature: Array
+) -> TokenStats:
+    """`TokenStats` of logits [..., V], with a gradient by formula: nothing else of a chunk is kept for it, and no
+    scatter puts a token's share into its place. The temperature has no gradient."""
+    return _stats_forward(with_entropy, with_sum_pi_squared, logits, labels, temperature)[0]
+
+
+def _stats_forward(
+    with_entropy: bool, with_sum_pi_squared: bool, logits: Array, labels: Array, temperature: Array
+) -> tuple[TokenStats, Any]:
     log_pi = _log_softmax(logits, temperature)
-    return TokenStats(
+    stats = TokenStats(
         log_probs=_at(log_pi, labels),
         entropys=_entropy(log_pi) if with_entropy else None,
         sum_pi_squared=_sum_pi_squared(log_pi) if with_sum_pi_squared else None,
     )
+    return stats, (logits, labels, temperature, stats)
+
+
+def _stats_backward(with_entropy: bool, with_sum_pi_squared: bool, kept: Any, g: TokenStats) -> tuple[Any, ...]:
+    """With z = logits / T: ∂ log π_a / ∂z_v = [v = a] − π_v, ∂H / ∂z_v = −π_v (log π_v + H),
+    ∂ Σπ² / ∂z_v = 2 π_v (π_v − Σπ²)."""
+    del with_entropy, with_sum_pi_squared
+    logits, labels, temperature, stats = kept
+    log_pi = _log_softmax(logits, temperature)
+    pi = jnp.exp(log_pi)
+    slots = jnp.arange(logits.shape[-1], dtype=labels.dtype)[(None,) * labels.ndim]
+    of_logits = g.log_probs[..., None] * (jnp.where(slots == labels[..., None], 1, 0) - pi)
+    if stats.entropys is not None and g.entropys is not None:
+        surprise = jnp.where(pi > 0, log_pi, 0) + stats.entropys[..., None]
+        of_logits = of_logits - g.entropys[..., None] * pi * surprise
+    if stats.sum_pi_squared is not None and g.sum_pi_squared is not None:
+        of_logits = of_logits + 2 * g.sum_pi_squared[..., None] * pi * (pi - stats.sum_pi_squared[..., None])
+    return (of_logits / temperature).astype(logits.dtype), None, jnp.zeros_like(temperature)
+
+
+_stats.defvjp(_stats_forward, _stats_backward)

@@ -44,6 +44,11 @@ class KVCache(struct.PyTreeNode):
         return jax.tree.leaves(self.k)[0].shape[-1]
 
     @property
+    def prompt_width(self) -> int:
+        """P"""
+        return jax.tree.leaves(self.prompt_k)[0].shape[-1]
+
+    @property
     def start(self) -> Array:
         """int32 [B], the position of each row's first slot."""
         return self.by_row(jnp.repeat(self.prompt_length[:, None], self.n, axis=1))

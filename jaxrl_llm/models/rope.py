@@ -7,7 +7,6 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -76,25 +75,28 @@ def _blend(frequencies: np.ndarray, factor: float, kept: np.ndarray) -> np.ndarr
     return (1 - kept) * frequencies / factor + kept * frequencies
 
 
-def rope_tables(ropes: Sequence[RopeConfig | None], head_dim: int, positions: Array, dtype: Any) -> tuple[Array, Array]:
+def rope_tables(
+    ropes: Sequence[RopeConfig | None], head_dim: int, positions: Array, dtype: Any, *, limit: int
+) -> tuple[Array, Array]:
     """Cosine and sine of each position's angles: [B, T, 1, D / 2] of one rope, [K, B, T, 1, …] of K ropes.
 
     None does not turn at all: its angles are 0, and a rotation by them returns its input bit for bit.
+
+    Args:
+      positions: int32 [B, T], below `limit`; those of others are NaN.
     """
 
-    def table(rope: RopeConfig | None) -> tuple[Array, Array]:
+    def table(rope: RopeConfig | None) -> np.ndarray:
         frequencies = (rope_frequencies(rope, head_dim) if rope else np.zeros(head_dim // 2)).astype(dtype)
-        angles = positions[:, :, None, None].astype(dtype) * frequencies[None, None, None, :]
-        cos, sin = jnp.cos(angles), jnp.sin(angles)
-        if rope is None or rope.attention_factor == 1:
-            return cos, sin
-        return rope.attention_factor * cos, rope.attention_factor * sin
+        angles = np.arange(limit, dtype=dtype)[:, None] * frequencies[None, :]
+        factor = 1 if rope is None else rope.attention_factor
+        return (factor * np.stack([np.cos(angles), np.sin(angles)])).astype(dtype)
 
-    tables = [table(rope) for rope in ropes]
-    cos, sin = tables[0] if len(tables) == 1 else tuple(jnp.stack(of) for of in zip(*tables, strict=True))
-    # Kept apart from what reads them: fused into each layer's rotations, they were computed again for every number that
-    # is turned, which took an eighth of the time of decoding.
-    return jax.lax.optimization_barrier((cos, sin))
+    # Constants that are looked up. Computed from the positions, they were fused into each layer's rotations and so
+    # computed again for every number that is turned, an eighth of the time of decoding on a CPU.
+    tables = jnp.asarray(np.stack([table(rope) for rope in ropes], 1))
+    cos, sin = tables.at[:, :, positions].get(mode="fill", fill_value=jnp.nan)[:, :, :, :, None, :]
+    return (cos[0], sin[0]) if len(ropes) == 1 else (cos, sin)
 
 
 def rotate(x: Array, cos: Array, sin: Array) -> Array:

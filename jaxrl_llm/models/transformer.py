@@ -21,6 +21,7 @@ from jaxrl_llm.models.attention import attend, attend_blocks, attend_cached, att
 from jaxrl_llm.models.cache import KVCache
 from jaxrl_llm.models.declare import SCORE, VALUE_HEAD, declare, init_params, stack_layers, unstack_layers
 from jaxrl_llm.models.moe import moe
+from jaxrl_llm.models.products import matmul, matmul_rows
 from jaxrl_llm.models.rope import RopeConfig, rope_tables, rotate
 from jaxrl_llm.types import Array, Model, Packed, Params
 
@@ -97,11 +98,12 @@ def _rms_norm(config: TransformerConfig, x: Array, weight: Array) -> Array:
 
 def _dense(config: TransformerConfig, x: Array, layer: dict[str, Array]) -> Array:
     """x W + b; with an overlay + lora_scale · (x A) B (lora.py); W is scale · Q where it is quantized (quantize.py)."""
-    out = x @ layer["kernel"].astype(x.dtype)
+    out = matmul(x, layer["kernel"].astype(x.dtype))
     if "scale" in layer:
         out = out * layer["scale"].astype(x.dtype)[None, None, :]
     if "lora_a" in layer:
-        out = out + config.lora_scale * (x @ layer["lora_a"].astype(x.dtype) @ layer["lora_b"].astype(x.dtype))
+        overlay = matmul(matmul(x, layer["lora_a"].astype(x.dtype)), layer["lora_b"].astype(x.dtype))
+        out = out + config.lora_scale * overlay
     return out + layer["bias"].astype(x.dtype)[None, None, :] if "bias" in layer else out
 
 
@@ -130,7 +132,9 @@ def _forward(
     x = stream.scatter(table[tokens].astype(compute_dtype))
     if config.embed_scale != 1:
         x = x * jnp.asarray(config.embed_scale, compute_dtype)  # rounded to it, as the models were trained
-    rope = rope_tables(config.ropes, config.head_dim, positions, jnp.promote_types(compute_dtype, jnp.float32))
+    limit = tokens.shape[1] if cache is None else cache.prompt_width + cache.width
+    high = jnp.promote_types(compute_dtype, jnp.float32)
+    rope = rope_tables(config.ropes, config.head_dim, positions, high, limit=limit)
     block = partial(_block, config, stream, rope)
     layers = params["layers"]
     kinds = layer_kinds(config)
@@ -335,10 +339,12 @@ def _init_cache(config: TransformerConfig, compute_dtype: Any, rows: int, width:
 
 def _logits(config: TransformerConfig, params: Params, hidden: Array) -> Array:
     """At least float32 [..., V]; rows of the embedding that the tokenizer does not know are −inf."""
-    accumulate = jnp.promote_types(hidden.dtype, jnp.float32)
-    table = params["embed"] if config.tie_embeddings else params["lm_head"]
-    subscripts = "...d,vd->...v" if config.tie_embeddings else "...d,dv->...v"
-    logits = jnp.einsum(subscripts, hidden, table.astype(hidden.dtype), preferred_element_type=accumulate)
+    if config.tie_embeddings:
+        logits = matmul_rows(hidden, params["embed"].astype(hidden.dtype))
+    else:
+        accumulate = jnp.promote_types(hidden.dtype, jnp.float32)
+        head = params["lm_head"].astype(hidden.dtype)
+        logits = jnp.einsum("...d,dv->...v", hidden, head, preferred_element_type=accumulate)
     if config.logit_softcap is not None:
         logits = config.logit_softcap * jnp.tanh(logits / config.logit_softcap)
     if config.real_vocab_size == config.vocab_size:

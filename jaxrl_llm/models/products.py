@@ -1,0 +1,63 @@
+"""The product of activations and a kernel, with a backward pass that compilers make fast programs of."""
+
+from __future__ import annotations
+
+import math
+
+import jax
+import jax.numpy as jnp
+
+from jaxrl_llm.types import Array
+
+
+@jax.custom_vjp
+def matmul(x: Array, kernel: Array) -> Array:
+    """x [..., D] @ kernel [D, F], of one dtype.
+
+    The kernel's gradient is xᵀ g or (gᵀ x)ᵀ, whichever turns the narrower of the two around: on a CPU that is a copy,
+    with all the element-wise work in it that the array comes of. Differentiation by itself would always choose the
+    second.
+    """
+    return x @ kernel
+
+
+def _forward(x: Array, kernel: Array) -> tuple[Array, tuple[Array, Array]]:
+    return x @ kernel, (x, kernel)
+
+
+def _backward(kept: tuple[Array, Array], g: Array) -> tuple[Array, Array]:
+    x, kernel = kept
+    rows = tuple(range(x.ndim - 1))
+    both = (rows, rows), ((), ())
+    narrow = x.shape[-1] <= g.shape[-1]
+    of_kernel = jax.lax.dot_general(x, g, both) if narrow else jax.lax.dot_general(g, x, both).T
+    return jax.lax.dot_general(g, kernel, (((g.ndim - 1,), (1,)), ((), ()))), of_kernel
+
+
+matmul.defvjp(_forward, _backward)
+
+
+@jax.custom_vjp
+def matmul_rows(x: Array, table: Array) -> Array:
+    """x [..., D] @ tableᵀ, table [V, D], of one dtype; float32 at least."""
+    accumulate = jnp.promote_types(x.dtype, jnp.float32)
+    return jax.lax.dot_general(x, table, (((x.ndim - 1,), (1,)), ((), ())), preferred_element_type=accumulate)
+
+
+def _forward_rows(x: Array, table: Array) -> tuple[Array, tuple[Array, Array]]:
+    return matmul_rows(x, table), (x, table)
+
+
+def _backward_rows(kept: tuple[Array, Array], g: Array) -> tuple[Array, Array]:
+    x, table = kept
+    rows = tuple(range(x.ndim - 1))
+    g = g.astype(x.dtype)
+    # [D, V] turned around is less work than g [T, V] turned around where there are more tokens than the model is wide.
+    if math.prod(x.shape[:-1]) > x.shape[-1]:
+        of_table = jax.lax.dot_general(x, g, ((rows, rows), ((), ()))).T
+    else:
+        of_table = jax.lax.dot_general(g, x, ((rows, rows), ((), ())))
+    return jax.lax.dot_general(g, table, (((g.ndim - 1,), (0,)), ((), ()))), of_table
+
+
+matmul_rows.defvjp(_forward_rows, _backward_rows)
