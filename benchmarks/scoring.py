@@ -29,6 +29,7 @@ from benchmarks.measure.work import clocked, found, model_flops, silent
 from jaxrl_llm.algorithms.log_probs import from_hidden
 from jaxrl_llm.compiled import Compiled
 from jaxrl_llm.costs import Mesh, head_flops
+from jaxrl_llm.steps.packing import needed_width
 from jaxrl_llm.types import Array, Params
 
 # Each makes a config that has the phase.
@@ -55,8 +56,9 @@ def _phase(case: Case, folder: Path) -> Line:
     name, settings = PHASES[case.part]
     drawn = lengths.draw(case.lengths, case.prompts * case.n, case.response_length, case.seed)
     job = open_job(case, folder, **settings)
-    batch, score = random_batch(job, drawn), getattr(job.program, name)
-    rows = job.program.layout.rows
+    batch, score, rows = random_batch(job, drawn), getattr(job.program, name), job.program.layout.rows
+    needed, packed = needed_width(drawn, job.program.group), job.program.packed.get(name, {})
+    score = next((fn for slots, fn in packed.items() if needed <= slots), score)
     phase, compile_s = clocked(lambda: Compiled(name, score, job.params, batch, report=silent, out_shardings=rows))
     seconds = repeated(lambda: jax.block_until_ready(phase(job.params, batch)), case.repeats)
     tokens = case.prompts * case.n * case.prompt_length + int(drawn.sum())

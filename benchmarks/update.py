@@ -50,6 +50,7 @@ def measure(case: Case, folder: Path) -> Line:
             state, _ = training.update(state, batch, step, np.int32(index), None)
         jax.block_until_ready(state)
 
+    training = training.fit(drawn)
     seconds = repeated(update, case.repeats)
     assert int(state.updates) == training.count * (case.repeats + 1), "updates were skipped"
     flops = model_flops(case, job.costs, drawn)

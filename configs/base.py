@@ -67,6 +67,13 @@ def _model() -> dict:
         # For long rows. True: between a layer's products, and in what a backward pass keeps of it, each of the
         # mesh.tensor devices has a share of every row's tokens. False: it has all of them.
         "sequence_parallel": False,
+        # True: log-probs, values and updates compute the responses to a prompt one right after the other in one line,
+        # and not what follows each up to rollout.response_length. Lines are of fixed widths, and a step takes the
+        # narrowest that holds its longest group.
+        "use_remove_padding": False,
+        # Those widths, as shares of n x response_length; each is one more program of every such phase, which are
+        # compiled before the first step. (What fits into none is computed as with False.)
+        "packed_widths": (0.25, 0.375, 0.5, 0.75),
         "logprob_chunk": 1024,  # tokens per device whose logits exist at a time when log-probs are computed
     }
 

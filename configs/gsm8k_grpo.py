@@ -27,6 +27,7 @@ from configs import base
 def get_config() -> Any:
     config = base.get_config()
     config.model.update(path="HuggingFaceTB/SmolLM2-1.7B-Instruct", dtype="bfloat16", remat="full")
+    config.model.use_remove_padding = True  # most answers are much shorter than the limit
     config.data.update(
         train=("hf:openai/gsm8k:main:train",),
         eval=("hf:openai/gsm8k:main:test",),

@@ -19,12 +19,14 @@ import numpy as np
 from jaxrl_llm.compile_log import Compilation, Report, cache_hits
 from jaxrl_llm.config import Config
 from jaxrl_llm.sharding import Layout, abstract_like
+from jaxrl_llm.steps.packing import needed_width
 from jaxrl_llm.steps.phases import Program, cascade, gen, train_sampling, with_whole_tables
 from jaxrl_llm.steps.reward import JaxReward, write_scores
 from jaxrl_llm.steps.rollout import StopRules, as_batch, begin, decode, observe
 from jaxrl_llm.steps.sampling import Sampling
 from jaxrl_llm.steps.step import ACTOR, CRITIC, EVAL, GEN, GEN_MAX, step_key, update_phase_keys
 from jaxrl_llm.steps.training import Training
+from jaxrl_llm.steps.update import UpdateFn
 from jaxrl_llm.types import FINISH_LENGTH, Array, Batch, Cache, DecodeState, Params, Prompts, RunState
 
 SCALAR = jax.ShapeDtypeStruct((), np.int32)
@@ -94,6 +96,24 @@ class CompiledTraining:
 
     update: Compiled  # (state, batch, step, index, frozen) -> (state, metrics)
     count: int  # updates a step
+    group: int = 1  # responses of a line
+    packed: Mapping[int, Compiled] = dataclasses.field(default_factory=dict)  # slots of a packed line -> that update
+
+    def fit(self, response_length: np.ndarray) -> CompiledTraining:
+        """The same whose update is that of the narrowest lines in which responses of these lengths [B] fit."""
+        return dataclasses.replace(self, update=narrowest(self.update, self.packed, self.group, response_length))
+
+
+def narrowest(padded: Compiled, packed: Mapping[int, Compiled], n: int, response_length: np.ndarray) -> Compiled:
+    """Of a phase's programs of packed lines of n responses that of the narrowest in which all fit; else the padded
+    one, in which all do.
+
+    Args:
+      packed: slots of a line -> the program, narrow ones first.
+      response_length: int [B], on the host.
+    """
+    needed = needed_width(response_length, n)
+    return next((program for slots, program in packed.items() if needed <= slots), padded)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,6 +136,22 @@ class CompiledStep:
     update_critic: CompiledTraining | None
     update_actor: CompiledTraining
     update_reference: Compiled | None  # (reference, actor's params, steps taken) -> reference
+    group: int  # responses of a line of old_log_prob, ref and values
+    packed: Mapping[str, Mapping[int, Compiled]]  # their names -> slots of a packed line -> the same, packed
+
+    def fit(self, response_length: np.ndarray) -> CompiledStep:
+        """The step whose phases after the reward are those of the narrowest lines in which responses of these lengths
+        [B] fit."""
+        scoring = {
+            name: narrowest(getattr(self, name), packed, self.group, response_length)
+            for name, packed in self.packed.items()
+        }
+        training = {
+            name: role.fit(response_length)
+            for name in ("update_critic", "update_actor")
+            if (role := getattr(self, name)) is not None
+        }
+        return dataclasses.replace(self, **scoring, **training)
 
 
 def sampler_programs(config: Config) -> int:
@@ -169,6 +205,10 @@ def compile_step(
         if fn is None:
             return None, batch
         made = compiled(name, fn, params, batch, out_shardings=rows)
+        packed[name] = {
+            slots: compiled(f"{name} in {slots} slots", fn, params, batch, out_shardings=rows)
+            for slots, fn in program.packed.get(name, {}).items()
+        }
         return made, made.out
 
     def train(role: str, training: Training, train_state: Any, batch: Batch, consumer: int) -> CompiledTraining:
@@ -183,6 +223,7 @@ def compile_step(
         return made, made.out
 
     parts, policy = program.config.rollout.parts, program.policy(state)
+    packed: dict[str, dict[int, Compiled]] = {}
     part = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct((x.shape[0] // parts, *x.shape[1:]), x.dtype, sharding=rows), prompts
     )
@@ -224,6 +265,8 @@ def compile_step(
         update_critic=train("critic", program.critic, state.critic, batch, CRITIC) if program.critic else None,
         update_actor=train("actor", program.actor, state.actor, batch, ACTOR),
         update_reference=update_reference,
+        group=program.group,
+        packed=packed,
     )
 
 
@@ -258,16 +301,24 @@ def compile_training(
       consumer: what is folded into the step's key for this phase.
     """
 
-    def update(state: Any, batch: Batch, step: Array, index: Array, frozen: Any) -> Any:
+    def numbered(update: UpdateFn, state: Any, batch: Batch, step: Array, index: Array, frozen: Any) -> Any:
         order_key, update_key = update_phase_keys(jax.random.fold_in(step_key(seed, step), consumer))
         prompts = training.order(order_key)[index]
-        return training.update(state, batch.select(prompts), jax.random.fold_in(update_key, index), frozen)
+        return update(state, batch.select(prompts), jax.random.fold_in(update_key, index), frozen)
 
     # The new state lies where the old one lay.
     shardings = (jax.tree.map(lambda x: x.sharding, state), layout.replicated)
     given = (state, batch, SCALAR, SCALAR, frozen)
-    made = Compiled(name, update, *given, report=report, donate=(0,), out_shardings=shardings)
-    return CompiledTraining(update=made, count=training.count)
+
+    def compiled(name: str, update: UpdateFn) -> Compiled:
+        return Compiled(name, partial(numbered, update), *given, report=report, donate=(0,), out_shardings=shardings)
+
+    return CompiledTraining(
+        update=compiled(name, training.update),
+        count=training.count,
+        group=training.group,
+        packed={slots: compiled(f"{name} in {slots} slots", update) for slots, update in training.packed.items()},
+    )
 
 
 def compile_reward(

@@ -27,6 +27,7 @@ NotNegative = Annotated[float, Range("at least 0", lambda v: v >= 0)]
 AboveOne = Annotated[float, Range("above 1", lambda v: v > 1)]
 Fraction = Annotated[float, Range("in [0, 1]", lambda v: 0 <= v <= 1)]
 Decay = Annotated[float, Range("in [0, 1)", lambda v: 0 <= v < 1)]
+Share = Annotated[float, Range("in (0, 1)", lambda v: 0 < v < 1)]
 Probability = Annotated[float, Range("in (0, 1]", lambda v: 0 < v <= 1)]
 
 DType = Literal["float32", "bfloat16"]
@@ -54,6 +55,8 @@ class Model:
     scan_layers: bool
     remat: Literal["none", "dots", "full"]
     sequence_parallel: bool
+    use_remove_padding: bool
+    packed_widths: tuple[Share, ...]
     logprob_chunk: Positive
 
 

@@ -214,8 +214,10 @@ def _evaluation(program: Program, inputs: Inputs, view: Any, report: Report) -> 
 
 
 def named_programs(step: CompiledStep) -> Iterator[tuple[str, Compiled]]:
-    """The programs of a step, by phase."""
+    """The programs of a step, by phase: of those for packed lines that of padded rows, which is the largest."""
     for field in dataclasses.fields(step):
+        if field.name in ("group", "packed"):
+            continue
         phase = getattr(step, field.name)
         if isinstance(phase, AnySampler):
             yield from _sampler(field.name, phase)

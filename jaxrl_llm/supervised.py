@@ -68,7 +68,7 @@ class SupervisedRun(Run):
             host = self._batch(given)
             batch = wait(self._layout.put_rows(host))
         with timer("update_actor"):
-            updated = self._train("actor", self._training, batch, number)
+            updated = self._train("actor", self._training.fit(np.asarray(host.response_length)), batch, number)
         self.step, self._cursor = self.step + 1, given.cursor
         done = self._layout.put_whole(np.int32(self.step))
         self._state = self._state.replace(step=done)

@@ -186,6 +186,8 @@ class Run:
         collected = self._collect(view, self.step, self._cursor, self._curriculum)
         batch, given, scored = collected.batch, collected.given, collected.scored
         del view
+        if config.model.use_remove_padding:
+            phases = phases.fit(fetch(batch.response_length))
         if phases.old_log_prob:
             with timer("old_log_prob") as wait:
                 batch = wait(phases.old_log_prob(program.policy(state), batch))

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol, Self
+from typing import Any, NamedTuple, Protocol, Self
 
 import chex
 import jax
@@ -331,6 +331,14 @@ class Param:
     init: Callable[[Array, tuple[int, ...], Any], Array]  # (key, shape, dtype) -> value
 
 
+class Packed(NamedTuple):
+    """A line of a prompt and the responses to it, one right after the other in slots that they share."""
+
+    prompt_width: int  # P
+    n: int  # responses
+    reach: int  # tokens of a response at most, R
+
+
 @dataclasses.dataclass(frozen=True)
 class Model:
     """A language model as pure functions: the only thing that steps know of one.
@@ -339,10 +347,12 @@ class Model:
       tokens, positions, segment_ids: int32 [B, T]. Segment 0 is padding. A token sees the tokens of its own segment at
       positions up to its own, and those of segment `prefix_ids` (int32 [B, T]; 0 for none) likewise.
       With blocks = (P, n), T is P tokens of a prompt, then n responses of equal width: each sees the prompt and
-      itself, and segment_ids is a 0/1 mask. The same could be said with segments and prefixes, but here what is
-      unseen is not computed. With a cache, segment_ids is a 0/1 mask: real tokens are written to the cache's slot
-      `position - prompt_length` of their row and see the row's prompt and slots. hidden: compute dtype [B, T, D],
-      normalized.
+      itself, and segment_ids is a 0/1 mask. With blocks = Packed(P, n, R), T is P tokens of a prompt (segment 1), then
+      slots: those of the i-th response (segment i + 1) are at most R in a row, each sees the prompt and its own
+      response, and slots that are left (segment 0) come last. The same could be said with segments and prefixes, but
+      here what is unseen is not computed. With a cache, segment_ids is a 0/1 mask: real tokens are written to the
+      cache's slot `position - prompt_length` of their row and see the row's prompt and slots. hidden: compute dtype
+      [B, T, D], normalized.
     heads["logits"](params, hidden [..., D]) -> float32 [..., V];  heads["value"](params, hidden) -> float32 [...] of a
     critic, heads["score"] likewise of a reward model
     """

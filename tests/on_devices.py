@@ -48,6 +48,7 @@ MESHES: dict[str, Any] = {
 # What is replayed on which of them; all on all of them takes a minute more.
 REPLAYED = {"grpo": ("fsdp", "all"), "ppo": ("data", "tensor")}
 LONG = {"grpo": tuple(MESHES), "ppo": tuple(MESHES)}
+PACKED: dict[str, Any] = {"model__use_remove_padding": True, "model__packed_widths": (0.99,)}
 # Adam takes a whole step even where a gradient is nothing but rounding; a larger eps than usual keeps it from that.
 OPTIMIZER = {"optimizer__lr": 3e-3, "optimizer__eps": 1e-4, "optimizer__schedule": "cosine"}
 
@@ -93,10 +94,27 @@ def layout(mesh: str) -> Layout:
 
 def program(name: str, mesh: str) -> Program:
     where = layout(mesh)
-    config = tiny.config(**case(name, where.batch_shards))
+    config = tiny.config(**case(name, where.batch_shards), **PACKED)
     model = functools.partial(make_transformer, SHAPE, constrain=where.constrain)
     critic = model(value_head=True) if config.algorithm.estimator == "gae" else None
-    return make_program(config, model(), critic, layout=where, stops=where.put_whole(stops()))
+    made = make_program(config, model(), critic, layout=where, stops=where.put_whole(stops()))
+    return packed(made) if where.mesh.shape["tensor"] > 1 else made
+
+
+def packed(p: Program) -> Program:
+    """The same, computed in packed lines."""
+
+    def one(by_width: Any) -> Any:
+        (found,) = by_width.values()
+        return found
+
+    scoring: dict[str, Any] = {name: one(by_width) for name, by_width in p.packed.items()}
+    training: dict[str, Any] = {
+        role: dataclasses.replace(found, update=one(found.packed))
+        for role in ("actor", "critic")
+        if (found := getattr(p, role)) is not None
+    }
+    return dataclasses.replace(p, **scoring, **training)
 
 
 def stops() -> StopRules:
@@ -279,7 +297,7 @@ def phases(step: CompiledStep) -> Iterable[tuple[str, Compiled]]:
     """Those that do work."""
     for field in dataclasses.fields(step):
         phase = getattr(step, field.name)
-        if field.name not in ("update_weights", "reward") and phase is not None:
+        if field.name not in ("update_weights", "reward", "group", "packed") and phase is not None:
             yield field.name, getattr(phase, "update", phase)
 
 

@@ -114,6 +114,15 @@ def test_it_is_what_the_module_says_of_each_sequence_alone(sampled: Batch) -> No
         np.testing.assert_allclose(values[row], fresh().worth(alone)[:, 0], atol=1e-6)
 
 
+def test_packed_lines_are_computed_as_rows_of_one_sequence_each(sampled: Batch) -> None:
+    mask = jnp.arange(8)[None, :] < jnp.array([8, 3, 1, 0, 0, 0, 2, 7])[:, None]
+    shorter = sampled.replace(response_mask=mask, response_length=mask.sum(1, dtype=jnp.int32))
+    score = functools.partial(score_values, recurrent("value"), params_of(fresh()), shorter)
+    expected, found = jax.jit(score)(), jax.jit(functools.partial(score, packed_width=11))()
+    np.testing.assert_allclose(found, expected, atol=1e-6)
+    assert (expected != 0).sum() == 21
+
+
 def test_what_stands_in_padding_changes_nothing(sampled: Batch) -> None:
     params, mask = params_of(fresh()), jnp.arange(8)[None, :] < jnp.array([8, 3, 1, 0, 5, 8, 2, 7])[:, None]
     shorter = sampled.replace(response_mask=mask, response_length=mask.sum(1, dtype=jnp.int32))

@@ -75,6 +75,7 @@ def config_of(case: Case, folder: Path, **overrides: Any) -> Config:
         "model.dtype": case.dtype,
         "model.scan_layers": case.layers == "scan",
         "model.remat": case.remat,
+        "model.use_remove_padding": case.packed == "yes",
         "model.logprob_chunk": case.logprob_chunk,
         "rollout.n": case.n,
         "rollout.prompt_length": case.prompt_length,

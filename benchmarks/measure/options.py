@@ -42,6 +42,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         ("dtype", ("float32", "bfloat16")),
     ):
         case.add_argument(f"--{name}", choices=choices, nargs="+", default=[choices[0]])
+    packed = "do not compute the padding of responses (model.use_remove_padding)"
+    case.add_argument("--packed", choices=("no", "yes"), nargs="+", default=["no"], help=f"{packed} (no)")
     parser.add_argument("--seed", type=whole, default=0, help="of weights, prompts and the order of lengths")
     parser.add_argument("--repeats", type=positive, default=5, help="calls that are timed, after one that is not")
     parser.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE", dest="changes", help="any other knob")

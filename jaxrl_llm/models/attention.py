@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxrl_llm.models.cache import KVCache
-from jaxrl_llm.types import Array
+from jaxrl_llm.types import Array, Packed
 
 # The log-sum-exp over no keys at all: finite, so that differences of two such stay 0 and never become NaN.
 EMPTY = -1e30
@@ -135,6 +135,62 @@ def attend_blocks(
     of_own = tuple(x.reshape(lines, -1, *x.shape[2:]) for x in within(*own))
     responses, _ = join(of_prompt, (of_own[0], of_own[1]))
     return jnp.concatenate([within(*prompt)[0], responses], 1)
+
+
+CHUNKS_PER_REACH = 2  # more: fewer keys that nobody sees, and more copies of each
+
+
+def attend_packed(
+    q: Array,
+    k: Array,
+    v: Array,
+    positions: Array,
+    segments: Array,
+    *,
+    packed: Packed,
+    scale: float,
+    window: Window = None,
+    softcap: float | None = None,
+) -> Array:
+    """Attention in lines of a prompt and responses packed behind it, [B, P + S]: each sees the prompt and itself.
+
+    A token and what it sees of its own response lie less than `packed.reach` slots apart. So the slots are cut into
+    chunks, and of the slots' keys each chunk is given its own and those of the chunks before it that reach so far.
+
+    Args:
+      q: [B, P + S, H, D]; k, v: [B, P + S, KV, D]
+      positions: int32 [B, P + S], those of a response go on where its prompt ends.
+      segments: int32 [B, P + S], see `Model`.
+      window, softcap: see `attend`.
+    """
+    width = packed.prompt_width
+    how: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap}
+    tokens = (q, k, v, positions, segments)
+    prompt, slots = tuple(x[:, :width] for x in tokens), tuple(x[:, width:] for x in tokens)
+
+    def within(q: Array, k: Array, v: Array, where: Array, segment: Array) -> tuple[Array, Array]:
+        return attend(q, k, v, where, where, segment, segment, **how)
+
+    real = (slots[4] > 0).astype(jnp.int32)
+    of_prompt = attend(slots[0], prompt[1], prompt[2], slots[3], prompt[3], real, prompt[4], **how)
+    (lines, count), chunk = slots[4].shape, -(-packed.reach // CHUNKS_PER_REACH)
+    chunks, before = -(-count // chunk), -(-(packed.reach - 1) // chunk)  # chunks that each looks back at
+
+    def near(x: Array, before: int) -> Array:
+        """[B, S, …] -> [B · chunks, (before + 1) · chunk, …]"""
+        ends = ((0, 0), (before * chunk, chunks * chunk - count), *((0, 0),) * (x.ndim - 2))
+        cut = jnp.pad(x, ends).reshape(lines, before + chunks, chunk, *x.shape[2:])
+        joined = jnp.concatenate([cut[:, back : back + chunks] for back in range(before + 1)], 2)
+        return joined.reshape(lines * chunks, -1, *x.shape[2:])
+
+    if chunks <= before + 1:
+        of_own = within(*slots)
+    else:
+        queries, keys = tuple(near(x, 0) for x in slots), tuple(near(x, before) for x in slots)
+        found = attend(queries[0], keys[1], keys[2], queries[3], keys[3], queries[4], keys[4], **how)
+        out, lse = (x.reshape(lines, chunks * chunk, *x.shape[2:])[:, :count] for x in found)
+        of_own = out, lse
+    return jnp.concatenate([within(*prompt)[0], join(of_prompt, of_own)[0]], 1)
 
 
 class Partial(NamedTuple):

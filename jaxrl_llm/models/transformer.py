@@ -17,13 +17,13 @@ import jax
 import jax.numpy as jnp
 
 from jaxrl_llm.models.architecture import ACTIVATIONS, LayerKind, TransformerConfig, layer_kinds, stack_kinds
-from jaxrl_llm.models.attention import attend, attend_blocks, attend_cached
+from jaxrl_llm.models.attention import attend, attend_blocks, attend_cached, attend_packed
 from jaxrl_llm.models.cache import KVCache
 from jaxrl_llm.models.declare import SCORE, VALUE_HEAD, declare, init_params, stack_layers, unstack_layers
 from jaxrl_llm.models.moe import moe
 from jaxrl_llm.models.products import matmul, matmul_rows
 from jaxrl_llm.models.rope import RopeConfig, rope_tables, rotate
-from jaxrl_llm.types import Array, Model, Params
+from jaxrl_llm.types import Array, Model, Packed, Params
 
 __all__ = ["RopeConfig", "TransformerConfig", "init_params", "make_transformer", "stack_layers", "unstack_layers"]
 
@@ -118,7 +118,7 @@ def _forward(
     segment_ids: Array,
     *,
     prefix_ids: Array | None = None,
-    blocks: tuple[int, int] | None = None,
+    blocks: tuple[int, int] | Packed | None = None,
     cache: KVCache | None = None,
 ) -> tuple[Array, KVCache | None]:
     chex.assert_rank(tokens, 2)
@@ -196,12 +196,14 @@ def _run_layers(
     kinds: Any,
     x: Array,
     where: tuple[Array, Array, Array | None],
-    blocks: tuple[int, int] | None,
+    blocks: tuple[int, int] | Packed | None,
     remat: str,
 ) -> Array:
     positions, segments, prefixes = where
 
     def attention(q: Array, k: Array, v: Array, **how: Any) -> tuple[Array, None]:
+        if isinstance(blocks, Packed):
+            return attend_packed(q, k, v, positions, segments, packed=blocks, **how), None
         if blocks is not None:
             return attend_blocks(q, k, v, positions, segments, blocks=blocks, **how), None
         return attend(q, k, v, positions, positions, segments, segments, q_prefix=prefixes, **how)[0], None

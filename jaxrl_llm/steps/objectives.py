@@ -30,6 +30,7 @@ def make_actor_loss(
     kl_loss_coef: float | None = None,
     kl_loss_type: str = "low_var_kl",
     top_entropy_quantile: float = 1.0,
+    packed_width: int | None = None,
 ) -> LossFn:
     """policy_loss − entropy_coeff · agg(H) + kl_loss_coef · agg(kl(new, ref)).
 
@@ -39,6 +40,7 @@ def make_actor_loss(
       kl_loss_coef: None leaves the KL out, and with it the need for `ref_log_prob`.
       top_entropy_quantile: below 1 the policy loss is of the tokens of `top_entropy_mask` alone, over the denominators
         of all; entropy and KL are of all. The rows must then be the whole mini-batch.
+      packed_width: see `score_tokens`.
 
     A batch without `old_log_probs` says that this is the first and only update on it: old is then new, held constant.
     """
@@ -55,6 +57,7 @@ def make_actor_loss(
             temperature=temperature,
             chunk_tokens=chunk_tokens,
             with_entropy=entropy_coeff != 0 or first_and_only or top_entropy_quantile < 1,
+            packed_width=packed_width,
         )
         new, mask = stats.log_probs, rows.loss_mask
         old = jax.lax.stop_gradient(new) if rows.old_log_probs is None else rows.old_log_probs
@@ -100,43 +103,49 @@ def _mismatch(log_probs: Array, rollout_log_probs: Array, mask: Array, norm: Nor
     }
 
 
-def make_sft_loss(model: Model, *, aggregation: str, scale_factor: float, chunk_tokens: int) -> LossFn:
-    """Cross-entropy of given responses, agg(−log π), in nats."""
+def make_sft_loss(
+    model: Model, *, aggregation: str, scale_factor: float, chunk_tokens: int, packed_width: int | None = None
+) -> LossFn:
+    """Cross-entropy of given responses, agg(−log π), in nats. `packed_width`: see `score_tokens`."""
+    score = partial(score_tokens, model, temperature=1.0, chunk_tokens=chunk_tokens, packed_width=packed_width)
 
     def loss_fn(params: Params, rows: Batch, norm: Norm, key: Array) -> tuple[Array, Metrics]:
         del key
         rows.require("loss_mask", phase="update_actor")
         assert rows.loss_mask is not None
-        stats = score_tokens(model, params, rows, temperature=1.0, chunk_tokens=chunk_tokens, with_entropy=False)
+        stats = score(params, rows, with_entropy=False)
         loss = aggregate(-stats.log_probs, rows.loss_mask, aggregation, norm, scale_factor=scale_factor)
         return loss, {}
 
     return loss_fn
 
 
-def make_reward_model_loss(model: Model, *, center_coef: float) -> LossFn:
+def make_reward_model_loss(model: Model, *, center_coef: float, packed_width: int | None = None) -> LossFn:
     """`bradley_terry` of pairs: each prompt has two responses, the better one first. A pair counts if both of its rows
-    have a token in the loss mask, or is filler."""
+    have a token in the loss mask, or is filler. `packed_width`: see `score_tokens`."""
 
     def loss_fn(params: Params, rows: Batch, norm: Norm, key: Array) -> tuple[Array, Metrics]:
         del key
         rows.require("loss_mask", phase="update_actor")
         assert rows.loss_mask is not None
         chex.assert_equal(rows.n, 2)  # a micro-batch has whole pairs
-        scores = score_responses(model, params, rows).reshape(-1, 2)
+        scores = score_responses(model, params, rows, packed_width=packed_width).reshape(-1, 2)
         counts = rows.loss_mask.any(-1).reshape(-1, 2).all(-1)
         return bradley_terry(scores[:, 0], scores[:, 1], counts, norm.sequences / 2, center_coef=center_coef)
 
     return loss_fn
 
 
-def make_critic_loss(model: Model, *, cliprange_value: float, aggregation: str, scale_factor: float) -> LossFn:
-    """½ · agg(max((v − R)², (clip(v, V ± cliprange_value) − R)²)) with V the values before the update."""
+def make_critic_loss(
+    model: Model, *, cliprange_value: float, aggregation: str, scale_factor: float, packed_width: int | None = None
+) -> LossFn:
+    """½ · agg(max((v − R)², (clip(v, V ± cliprange_value) − R)²)) with V the values before the update.
+    `packed_width`: see `score_tokens`."""
 
     def loss_fn(params: Params, rows: Batch, norm: Norm, key: Array) -> tuple[Array, Metrics]:
         del key
         rows.require("values", "returns", "loss_mask", phase="update_critic")
-        new = score_values(model, params, rows)
+        new = score_values(model, params, rows, packed_width=packed_width)
         assert rows.values is not None and rows.returns is not None and rows.loss_mask is not None
         loss, metrics = value_loss(
             new,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -32,6 +32,7 @@ from jaxrl_llm.steps.training import (
     make_training,
     merged,
     split_rows,
+    widths,
 )
 from jaxrl_llm.steps.update import Metrics
 from jaxrl_llm.types import Array, Batch, Model, Params, Prompts, RunState
@@ -54,6 +55,8 @@ class Program:
     old_log_prob: ScoreFn | None
     ref: ScoreFn | None
     values: ScoreFn | None
+    group: int  # responses of a line of these three
+    packed: Mapping[str, Mapping[int, ScoreFn]]  # their names -> slots of a packed line -> the same, packed
     adv: Callable[[Batch, Array], tuple[Batch, Array, Metrics]]
     critic: Training | None
     actor: Training
@@ -139,9 +142,16 @@ def make_program(
     layout = layout or Layout.single()
     steps = config.trainer.steps if total_steps is None else total_steps
     estimator, options = chosen_estimator(config)
-    score = partial(_score, config, layout, actor)
+    rows = config.data.train_batch_size * config.rollout.n
+    _, group = split_rows(rows, config.rollout.n, config.trainer.score_micro_batch_size, layout)
+    scorers = partial(_scorers, config, layout, actor, critic, estimator)
     rollout_of = partial(gen, actor, layout, width=config.rollout.response_length, cascade=cascade(config, layout))
     relayout = partial(layout.undo_fsdp, declaration=actor.declare()) if config.rollout.gather_params else None
+    packed: dict[str, dict[int, ScoreFn]] = {}
+    for width in widths(config, group):
+        for name, fn in scorers(packed_width=width).items():
+            if fn:
+                packed.setdefault(name, {})[width] = fn
     # In the critic's warm-up the actor does not move.
     actor_steps = max(steps - (config.critic.warmup_steps if critic else 0), 1)
     return Program(
@@ -155,14 +165,16 @@ def make_program(
         gen_max=partial(rollout_of, n=1, sampling=Sampling(temperature=0.0))
         if "reward_baselines" in estimator.needs
         else None,
-        old_log_prob=_old_log_prob(config, estimator, score),
-        ref=partial(_ref, score) if need_reference(config) else None,
-        values=partial(_values, config, layout, critic) if critic else None,
+        **scorers(),
+        group=group,
+        packed=packed,
         adv=partial(_adv, config, estimator, options, critic is not None, reward_names),
-        critic=make_training(config, config.critic, critic, critic_loss(config, critic), layout, steps)
+        critic=make_training(config, config.critic, critic, partial(critic_loss, config, critic), layout, steps)
         if critic
         else None,
-        actor=make_training(config, config.actor, actor, actor_loss(config, actor, layout), layout, actor_steps),
+        actor=make_training(
+            config, config.actor, actor, partial(actor_loss, config, actor, layout), layout, actor_steps
+        ),
         update_reference=partial(sync_reference, every=config.reference.sync_steps, alpha=config.reference.sync_alpha)
         if config.reference.sync_steps
         else None,
@@ -223,6 +235,24 @@ def gen(
 # Scoring
 
 
+def _scorers(
+    config: Config,
+    layout: Layout,
+    actor: Model,
+    critic: Model | None,
+    estimator: Estimator,
+    packed_width: int | None = None,
+) -> dict[str, ScoreFn | None]:
+    """The phases old_log_prob, ref and values, as far as the config has them, and there is something to pack."""
+    score = partial(_score, config, layout, actor, packed_width=packed_width)
+    copies = config.algorithm.rollout_correction.bypass and packed_width is not None
+    return {
+        "old_log_prob": None if copies else _old_log_prob(config, estimator, score),
+        "ref": partial(_ref, score) if need_reference(config) else None,
+        "values": partial(_values, config, layout, critic, packed_width) if critic else None,
+    }
+
+
 def _score(
     config: Config,
     layout: Layout,
@@ -232,6 +262,7 @@ def _score(
     *,
     everything: bool = False,
     pi_squared: bool = False,
+    packed_width: int | None = None,
 ) -> TokenStats:
     entered = enter(config, params)
 
@@ -244,6 +275,7 @@ def _score(
             chunk_tokens=config.model.logprob_chunk * layout.batch_shards,
             with_entropy=everything,
             with_sum_pi_squared=pi_squared,
+            packed_width=packed_width,
         )
 
     return _in_micro_batches(config, layout, score, batch)
@@ -287,12 +319,15 @@ def _ref(score: Callable[..., TokenStats], params: Params, batch: Batch) -> Batc
     return batch.write("ref", ref_log_prob=score(params, batch).log_probs)
 
 
-def _values(config: Config, layout: Layout, critic: Model, params: Params, batch: Batch) -> Batch:
+def _values(
+    config: Config, layout: Layout, critic: Model, packed_width: int | None, params: Params, batch: Batch
+) -> Batch:
     entered = enter(config, params)
-    values = _in_micro_batches(
-        config, layout, lambda rows: score_values(critic, entered, layout.constrain_rows(rows)), batch
-    )
-    return batch.write("values", values=values)
+
+    def score(rows: Batch) -> Array:
+        return score_values(critic, entered, layout.constrain_rows(rows), packed_width=packed_width)
+
+    return batch.write("values", values=_in_micro_batches(config, layout, score, batch))
 
 
 # Advantages

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -21,6 +21,7 @@ from jaxrl_llm.models.transformer import stack_layers, unstack_layers
 from jaxrl_llm.sharding import Layout
 from jaxrl_llm.steps.objectives import make_actor_loss, make_critic_loss, make_reward_model_loss, make_sft_loss
 from jaxrl_llm.steps.optimizer import make_optimizer, make_schedule
+from jaxrl_llm.steps.packing import packed_widths
 from jaxrl_llm.steps.update import LossFn, Metrics, UpdateFn, make_update, mini_batches
 from jaxrl_llm.types import Array, Model, Params, RunState, TrainState
 
@@ -36,6 +37,8 @@ class Training:
     order: Callable[[Array], Array]  # key -> int32 [count, prompts of a mini-batch]
     count: int  # updates a step
     micro_batches: int = 1  # of an update
+    group: int = 1  # responses of a line
+    packed: Mapping[int, UpdateFn] = dataclasses.field(default_factory=dict)  # slots of a packed line -> that update
 
     def init(self, params: Params) -> TrainState:
         zero = jnp.int32(0)
@@ -109,7 +112,7 @@ def leave(config: Config, grads: Params) -> Params:
 # Losses and updates
 
 
-def actor_loss(config: Config, actor: Model, layout: Layout) -> LossFn:
+def actor_loss(config: Config, actor: Model, layout: Layout, packed_width: int | None = None) -> LossFn:
     """The actor's loss as configured."""
     a = config.actor
     policy_loss, options = chosen_policy_loss(config)
@@ -124,10 +127,11 @@ def actor_loss(config: Config, actor: Model, layout: Layout) -> LossFn:
         kl_loss_coef=a.kl_loss_coef if a.use_kl_loss else None,
         kl_loss_type=a.kl_loss_type,
         top_entropy_quantile=a.top_entropy_quantile,
+        packed_width=packed_width,
     )
 
 
-def critic_loss(config: Config, critic: Model) -> LossFn:
+def critic_loss(config: Config, critic: Model, packed_width: int | None = None) -> LossFn:
     """The critic's loss as configured."""
     c = config.critic
     return make_critic_loss(
@@ -135,18 +139,20 @@ def critic_loss(config: Config, critic: Model) -> LossFn:
         cliprange_value=c.cliprange_value,
         aggregation=c.loss_agg_mode,
         scale_factor=float(config.rollout.response_length),
+        packed_width=packed_width,
     )
 
 
 def make_sft(config: Config, actor: Model, layout: Layout, total_steps: int) -> Training:
     """The actor trained on given responses, one to a prompt."""
-    loss_fn = make_sft_loss(
+    loss_of = partial(
+        make_sft_loss,
         actor,
         aggregation=config.actor.loss_agg_mode or "token-mean",
         scale_factor=config.actor.loss_scale_factor,
         chunk_tokens=config.model.logprob_chunk * layout.batch_shards,
     )
-    return make_training(config, config.actor, actor, loss_fn, layout, total_steps, n=1)
+    return make_training(config, config.actor, actor, lambda w: loss_of(packed_width=w), layout, total_steps, n=1)
 
 
 def make_reward_training(config: Config, model: Model, layout: Layout, total_steps: int) -> Training:
@@ -155,7 +161,7 @@ def make_reward_training(config: Config, model: Model, layout: Layout, total_ste
     Raises:
       UserError: micro-batches would part a pair.
     """
-    loss_fn = make_reward_model_loss(model, center_coef=config.reward.model.center_coefficient)
+    loss_of = partial(make_reward_model_loss, model, center_coef=config.reward.model.center_coefficient)
     rows, micro = 2 * config.actor.mini_batch_size, config.actor.micro_batch_size
     per_device = micro or rows // layout.batch_shards
     if per_device % 2 or rows % (per_device * layout.batch_shards):
@@ -164,18 +170,24 @@ def make_reward_training(config: Config, model: Model, layout: Layout, total_ste
             f"each of {layout.batch_shards} shard(s) takes whole pairs, two rows each: rows a micro-batch must be even "
             f"and divide the {rows} rows of a mini-batch"
         )
-    return make_training(config, config.actor, model, loss_fn, layout, total_steps, n=2)
+    return make_training(config, config.actor, model, lambda w: loss_of(packed_width=w), layout, total_steps, n=2)
 
 
 def make_training(
     config: Config,
     role: Actor | Critic,
     model: Model,
-    loss_fn: LossFn,
+    loss_of: Callable[[int | None], LossFn],
     layout: Layout,
     steps: int,
     n: int | None = None,
 ) -> Training:
+    """How `model` is trained in its role.
+
+    Args:
+      loss_of: packed_width -> its loss, see `score_tokens`.
+      n: responses to each prompt; None is `rollout.n`.
+    """
     optimizer = role.optimizer if isinstance(role, Critic) else config.optimizer
     prompts, size = config.data.train_batch_size, role.mini_batch_size
     count = role.epochs * (prompts // size)
@@ -190,9 +202,9 @@ def make_training(
         found = constants | {"lr": schedule(state.updates)}
         return {name: jnp.asarray(value, jnp.float32) for name, value in found.items()}
 
-    update = make_update(
-        loss_fn,
-        transform,
+    update_of = partial(
+        make_update,
+        optimizer=transform,
         micro_batches=parts,
         group=group,
         enter=partial(enter, config),
@@ -202,8 +214,23 @@ def make_training(
     )
     order = partial(mini_batches, prompts=prompts, size=size, epochs=role.epochs, shuffle=role.shuffle)
     declare, frozen = _trained(config, role, model)
-    made: dict[str, Any] = {"optimizer": transform, "update": update, "order": order, "count": count}
-    return Training(declare=declare, frozen=frozen, **made, micro_batches=parts)
+    return Training(
+        declare=declare,
+        frozen=frozen,
+        optimizer=transform,
+        update=update_of(loss_of(None)),
+        order=order,
+        count=count,
+        micro_batches=parts,
+        group=group,
+        packed={width: update_of(loss_of(width)) for width in widths(config, group)},
+    )
+
+
+def widths(config: Config, group: int) -> tuple[int, ...]:
+    """The slots of packed lines of `group` responses, as configured."""
+    m = config.model
+    return packed_widths(m.packed_widths if m.use_remove_padding else (), group, config.rollout.response_length)
 
 
 def split_rows(rows: int, n: int, rows_per_device: int, layout: Layout) -> tuple[int, int]:
