@@ -159,7 +159,9 @@ def test_train_gives_up_with_3(command: Any, recipe: Path, tmp_path: Path) -> No
     assert "the reward failed on 100.0% of the responses in training" in ran.out
 
 
-def test_train_refuses_a_folder_below_a_file(command: Any, recipe: Path, run: Path, tmp_path: Path) -> None:
+def test_train_tells_a_wrong_folder_with_2_and_a_damaged_one_with_4(
+    command: Any, recipe: Path, run: Path, tmp_path: Path
+) -> None:
     in_the_way = tmp_path / "file"
     in_the_way.write_text("")
     ran = command(train.main, f"--config={recipe}", f"--workdir={in_the_way / 'run'}")
