@@ -20,7 +20,9 @@ from jaxrl_llm.config import Config, need_critic
 from jaxrl_llm.costs import Job, Mesh, expert_bytes, forward_flops, head_flops, layer_bytes, leaves
 from jaxrl_llm.lengths import Lengths
 from jaxrl_llm.models import hf
+from jaxrl_llm.steps.packing import needed_width
 from jaxrl_llm.steps.rollout import Cascade
+from jaxrl_llm.steps.training import widths
 
 ONE = Mesh()
 # Phase -> what follows perf/mfu/ in the name of its utilisation: verl's names, and the phase's own where it has none.
@@ -96,11 +98,14 @@ class Accounts:
         return found
 
     def _slots(self, lengths: Lengths, micro: int) -> int:
-        """Lines of a prompt and the responses that share it; micro-batches that part a group compute it again."""
+        """Lines of a prompt and the responses that share it, packed if so configured; micro-batches that part a group
+        compute it again."""
         r, rows = self.config.rollout, len(lengths.response)
         group = math.gcd(lengths.n, micro or lengths.n)
-        width = r.response_length if self.scores else max(r.response_length - 1, 1)
-        return rows // group * r.prompt_length + rows * width
+        width = group * (r.response_length if self.scores else max(r.response_length - 1, 1))
+        needed = needed_width(lengths.response, group)
+        width = next((packed for packed in widths(self.config, group) if needed <= packed), width)
+        return rows // group * (r.prompt_length + width)
 
     def _sampled_slots(self, lengths: Lengths) -> int:
         """The prompts' slots, and of each part what `decoded_slots` says. Of a conversation's turns it is not known how

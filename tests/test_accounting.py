@@ -115,6 +115,14 @@ def test_padding_is_told() -> None:
     assert (found["gen"].tokens, found["gen"].slots) == (tokens, 2 * P + 11 + 6)
 
 
+def test_slots_of_packed_lines_are_those_of_the_narrowest_that_hold_all() -> None:
+    packed: dict[str, Any] = {"model__use_remove_padding": True, "model__packed_widths": (0.1, 12 / (2 * R))}
+    found = accounts(**packed).count(ROWS)["old_log_prob"]
+    assert found.slots == 2 * (P + 12), "12 tokens to the first prompt, 8 to the second"
+    packed["model__packed_widths"] = (0.1,)
+    assert accounts(**packed).count(ROWS)["old_log_prob"].slots == 2 * P + 4 * (R - 1)
+
+
 @pytest.mark.parametrize("cascade", [Cascade(0, 0), Cascade(4, 2, 1), Cascade(2, 3, 1, shards=2)])
 def test_slots_of_sampling_are_those_that_are_computed(monkeypatch: pytest.MonkeyPatch, cascade: Cascade) -> None:
     """Against the sampler itself, which counts its rows as it goes."""
