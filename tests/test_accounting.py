@@ -123,7 +123,10 @@ def test_slots_of_packed_lines_are_those_of_the_narrowest_that_hold_all() -> Non
     assert accounts(**packed).count(ROWS)["old_log_prob"].slots == 2 * P + 4 * (R - 1)
 
 
-@pytest.mark.parametrize("cascade", [Cascade(0, 0), Cascade(4, 2, 1), Cascade(2, 3, 1, shards=2)])
+@pytest.mark.parametrize(
+    "cascade",
+    [Cascade(0, 0), *(pytest.param(c, marks=pytest.mark.long) for c in (Cascade(4, 2, 1), Cascade(2, 3, 1, shards=2)))],
+)
 def test_slots_of_sampling_are_those_that_are_computed(monkeypatch: pytest.MonkeyPatch, cascade: Cascade) -> None:
     """Against the sampler itself, which counts its rows as it goes."""
     counted: list[int] = []

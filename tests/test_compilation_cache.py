@@ -133,6 +133,7 @@ def test_the_longest_unused_go_first(tmp_path: Path) -> None:
     assert len(list(tmp_path.glob("*-cache"))) == 2
 
 
+@pytest.mark.long
 def test_a_run_from_the_cache_is_the_same_bit_for_bit(tmp_path: Path) -> None:
     open_cache(str(tmp_path / "programs"), print)
     config = tiny_folder.config(trainer__steps=2, data__eval=(), eval__interval=0, trainer__save_interval=0)
