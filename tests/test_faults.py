@@ -300,7 +300,7 @@ def test_out_of_the_hosts_memory_is_5_too(recipe: Path, tmp_path: Path, monkeypa
 # 15, 16, 17: rewards (and test_reward_pool.py)
 
 
-@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.long)])
 def test_rewards_that_raise_are_late_or_are_no_numbers_cost_their_rows(tmp_path: Path, workers: int) -> None:
     """Some of the responses are scored by nothing, some by NaN, some by an exception; with a worker some never."""
     functions = ("tests.tiny_folder:picky", "tests.faulty:at_times_for_ever")
@@ -396,6 +396,7 @@ def test_one_bad_gradient_is_skipped_and_the_run_goes_on(grpo: Watched, monkeypa
 # The best checkpoint
 
 
+@pytest.mark.long
 def test_the_best_checkpoint_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is remembered through a resume, and by whatever metric is asked for."""
     scores = {0: 0.1, 1: 0.2, 2: 0.9, 3: 0.4, 4: 0.3, 5: 0.5, 6: 0.95, 7: 0.1}

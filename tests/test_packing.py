@@ -234,6 +234,7 @@ def test_phases_and_updates_of_packed_lines_are_those_of_padded_rows(parts: dict
     assert min(jax.tree.leaves(moved)) > 1e-3
 
 
+@pytest.mark.long
 def test_a_run_of_packed_lines_is_the_run_of_padded_rows(grpo: Watched) -> None:
     """The first step's metrics, whose tokens are the same; and nothing compiles after the warm-up."""
     with fit(tiny_folder.config(**GRPO, **QUIET, **{**PACKED, "model__packed_widths": (0.1, 0.99)})) as run:

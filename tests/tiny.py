@@ -54,6 +54,7 @@ def config(**overrides: Any) -> Config:
     raw.data.train_batch_size = 4
     raw.rollout.update(n=4, prompt_length=6, response_length=8)
     raw.rollout.cascade.halvings = 0  # one loop over tokens: half the time to compile
+    raw.trainer.device_tflops = 1.0  # or each run would measure it
     raw.trainer.steps = 3
     raw.optimizer.lr = 1e-2
     raw.model.logprob_chunk = 64

@@ -143,6 +143,7 @@ def raw_config(**overrides: Any) -> ConfigDict:
     raw.data.update(train="tests.tiny_folder:records", eval="tests.tiny_folder:records(count=6)", train_batch_size=4)
     raw.rollout.update(n=4, prompt_length=LONGEST, response_length=WIDTH)
     raw.rollout.cascade.halvings = 0  # one loop over tokens: half the time to compile
+    raw.trainer.device_tflops = 1.0  # or each run would measure it
     raw.reward.functions = ("tests.tiny_folder:digits",)
     raw.reward.num_workers = 0  # a worker would start for each of many runs; test_reward_pool.py has some
     raw.optimizer.lr = raw.critic.optimizer.lr = 1e-2
