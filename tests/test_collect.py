@@ -185,6 +185,7 @@ def test_parts_must_be_equal() -> None:
 CURRICULUM: dict[str, Any] = {"data__curriculum__sampler": "frontier", "trainer__steps": 4, "trainer__save_interval": 2}
 
 
+@pytest.mark.long
 def test_a_resumed_curriculum_draws_what_it_would_have_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = [np.asarray(batch.uid).tolist() for _, batch in run_of(tmp_path / "whole", **CURRICULUM)]
     prompts = [record_prompts(tmp_path / "whole", step) for step in range(1, 5)]
@@ -267,6 +268,7 @@ def test_rules(changes: dict[str, Any], words: str) -> None:
 
 @given(st.integers(1, 40), st.data())
 @settings(deadline=None, max_examples=50)
+@pytest.mark.long
 def test_the_overlong_penalty(limit: int, data: Any) -> None:
     buffer, factor = data.draw(st.integers(1, limit)), data.draw(st.floats(0, 2))
     found = np.asarray(overlong_penalty(jnp.arange(limit + 1), limit=limit, buffer=buffer, factor=factor))

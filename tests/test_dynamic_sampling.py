@@ -23,6 +23,7 @@ def often_nan(responses: jax.Array, mask: jax.Array, record_arrays: Any) -> jax.
     return jnp.where(responses[:, 0] % 3 == 0, jnp.nan, (responses[:, 0] % 2).astype(jnp.float32))
 
 
+@pytest.mark.long
 def test_rows_that_fail_on_the_devices_are_failures_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
     """In the ratio over all that was sampled, and not in the means of what stands beside other scores."""
     monkeypatch.setattr(tiny_folder, "constant", often_nan)

@@ -63,7 +63,11 @@ def with_garbage(batch: Batch, seed: int) -> Batch:
 
 @pytest.mark.parametrize(
     "changes",
-    [pytest.param(GRPO, id="grpo"), pytest.param(PPO, id="ppo"), pytest.param(GDPO, id="gdpo", marks=pytest.mark.long)],
+    [
+        pytest.param(GRPO, id="grpo"),
+        pytest.param(PPO, id="ppo", marks=pytest.mark.long),
+        pytest.param(GDPO, id="gdpo", marks=pytest.mark.long),
+    ],
 )
 def test_whatever_stands_in_a_failed_row(changes: dict[str, Any]) -> None:
     found = []

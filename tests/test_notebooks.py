@@ -52,7 +52,12 @@ def test_a_notebook_says_what_its_text_says(name: str) -> None:
     assert ["".join(cell["source"]) for cell in notebook["cells"]] == cells
 
 
-LONG = ("2_ppo_and_grpo", "4_gsm8k", "5_your_own_reward_and_estimator", "6_rlhf")  # several trainings each; their parts are tested elsewhere
+LONG = (
+    "2_ppo_and_grpo",
+    "4_gsm8k",
+    "5_your_own_reward_and_estimator",
+    "6_rlhf",
+)  # several trainings each; their parts are tested elsewhere
 
 
 @pytest.mark.slow
