@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from jaxrl_llm.models.transformer import unstack_layers
-from jaxrl_llm.steps.rollout import StopRules, append, no_stop_rules, rollout
+from jaxrl_llm.steps.rollout import Cascade, StopRules, append, no_stop_rules, rollout
 from jaxrl_llm.steps.sampling import BLOCK, Sampling, draw, filter_logits, sample
 from jaxrl_llm.steps.scoring import score_tokens
 from jaxrl_llm.types import FINISH_LENGTH, FINISH_STOP, Batch, Prompts, check_batch
@@ -75,6 +75,24 @@ def test_a_shared_prompt_changes_nothing(n: int) -> None:
     rows = batch.regroup(1)
     plain = jnp.take_along_axis(jax.nn.log_softmax(plain_logits(batch)), rows.responses[:, :, None], 2)[:, :, 0]
     np.testing.assert_allclose(stats.log_probs, jnp.where(rows.response_mask, plain, 0), atol=2e-5)
+
+
+@pytest.mark.parametrize("layers", ["stacked", "apart"])
+def test_shapes_that_shrink_and_grow_sample_what_one_loop_samples(layers: str) -> None:
+    """Caches of 2, 4 and 8 slots; 16 rows, 8 that share their prompts, then 4, 2 and 1 with prompts of their own."""
+    params = PARAMS if layers == "stacked" else unstack_layers(PARAMS)
+    stops = stop_ids(*range(8))
+
+    def sampled(cascade: Cascade) -> Batch:
+        how: dict[str, Any] = {"n": N, "width": WIDTH, "sampling": Sampling(), "stops": stops, "cascade": cascade}
+        return jax.jit(partial(rollout, MODEL, **how))(params, PROMPTS, KEY)
+
+    one_loop, many = sampled(Cascade(width=0, halvings=0)), sampled(Cascade(width=2, halvings=4, min_rows=1))
+    assert len(np.unique(one_loop.response_length)) > 3
+    for name in ("responses", "response_mask", "response_length", "finish_reason"):
+        np.testing.assert_array_equal(getattr(one_loop, name), getattr(many, name))
+    assert one_loop.rollout_log_probs is not None and many.rollout_log_probs is not None
+    np.testing.assert_allclose(one_loop.rollout_log_probs, many.rollout_log_probs, atol=1e-5)
 
 
 def test_unstacked_layers_sample_the_same() -> None:
@@ -265,6 +283,26 @@ def test_filters() -> None:
     assert kept(top_p=1e-9) == [1]
     assert kept(min_p=0.5) == [1, 2, 3]
     assert kept(top_k=3, top_p=0.75) == [1, 3]  # of the three that are left, 4/9 + 3/9 reach it
+
+
+@pytest.mark.parametrize("spread", [0.01, 1.0, 8.0])
+@pytest.mark.parametrize("top_p", [1e-6, 0.1, 0.5, 0.95, 0.9999])
+def test_a_nucleus_is_that_of_a_full_sort(spread: float, top_p: float) -> None:
+    """The fewest likeliest entries that reach top_p, but for one at the border, where sums round differently."""
+    logits = spread * jax.random.normal(jax.random.key(3), (8, 3001))
+    logits = jnp.where(jnp.arange(3001)[None] % 11 == 5, -jnp.inf, logits)
+    kept = np.isfinite(np.asarray(filter_logits(logits, Sampling(top_p=top_p)))).sum(1)
+    falling = np.sort(np.asarray(jax.nn.softmax(logits.astype(jnp.float32)), np.float64), 1)[:, ::-1]
+    wanted = 1 + (np.cumsum(falling, 1) < top_p * falling.sum(1, keepdims=True)).sum(1)
+    reached = np.take_along_axis(np.cumsum(falling, 1), kept[:, None] - 1, 1)[:, 0]
+    assert (np.abs(kept - wanted) <= 1).all() or np.abs(reached - top_p).max() < 1e-6
+    assert (reached > top_p - 1e-6).all()
+
+
+def test_equal_entries_are_kept_together() -> None:
+    logits = jnp.log(jnp.array([[0.2, 0.2, 0.2, 0.2, 0.1, 0.1]]))
+    kept = jnp.isfinite(filter_logits(logits, Sampling(top_p=0.3)))
+    np.testing.assert_array_equal(kept[0], [True, True, True, True, False, False])
 
 
 def test_log_prob_is_of_the_distribution_sampled() -> None:

@@ -80,14 +80,15 @@ def from_hidden(
 ) -> TokenStats:
     """Log-probs of labels from hidden states, without ever holding the logits of all positions.
 
-    The response axis is cut into chunks (the batch axis stays whole, or a sharded one would be gathered); each chunk is
-    computed again in the backward pass, so that at most one chunk's logits, [B, chunk, V], exist at a time.
+    The response axis is cut into chunks (the batch axis stays whole, or a sharded one would be gathered); where there
+    are several, each is computed again in the backward pass, so that at most one chunk's logits, [B, chunk, V], exist
+    at a time.
 
     Args:
       logits_fn: hidden [..., D] -> float32 logits [..., V].
       hidden: floating [B, R, D]
       labels: integer [B, R]
-      temperature: T > 0.
+      temperature: T > 0; it has no gradient.
       chunk: positions at a time, at least 1; R need not be a multiple.
       with_entropy: False leaves `entropys` None.
       with_sum_pi_squared: False leaves `sum_pi_squared` None.

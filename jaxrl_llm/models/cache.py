@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import struct
 
 from jaxrl_llm.types import Array
-
-Leaf = TypeVar("Leaf")
 
 
 class KVCache(struct.PyTreeNode):
@@ -33,7 +31,7 @@ class KVCache(struct.PyTreeNode):
     length: Array  # int32 [B], slots filled
     # Where only some of the prompts' rows are left (`take`), in each of S shards:
     seat: Array | None = None  # int32 [S, B / S], the places of these rows among all the rows of the shard's prompts
-    sitter: Array | None = None  # int32 [S, G · n / S], which row is at a place; B / S: none
+    sitter: Array | None = None  # int32 [S, G · n / S], which row is at a place; any where none is
     # int32 [], where every row puts its next token, see `in_step`; None: each where its own length says.
     slot: Array | None = None
     n: int = struct.field(pytree_node=False, default=1)  # rows to a prompt
@@ -98,17 +96,15 @@ class KVCache(struct.PyTreeNode):
         Args:
           rows: int32 [S, b], of each of S equal parts of the rows (shards) the same number.
         """
-        parts = rows.shape[0]
-        seat = jnp.arange(self.length.shape[0], dtype=jnp.int32).reshape(parts, -1) if self.seat is None else self.seat
-        if self.seat is None:
-            seat = seat - seat[:, :1]
-        seat = jnp.take_along_axis(seat, rows, 1)
-        places = self.prompt_length.shape[0] * self.n // parts
-        nobody = jnp.full((parts, places), seat.shape[1], jnp.int32)
-        index = jnp.broadcast_to(jnp.arange(seat.shape[1], dtype=jnp.int32)[None, :], seat.shape)
-        sitter = jax.vmap(lambda row, at, who: row.at[at].set(who))(nobody, seat, index)
-        changed: dict[str, Any] = {"seat": seat, "sitter": sitter}
-        if rows.size <= self.prompt_length.shape[0]:
+        parts, groups = rows.shape[0], self.prompt_length.shape[0]
+        # While nobody has left, a row's place is its own number in its shard.
+        seat = rows if self.seat is None else jnp.take_along_axis(self.seat, rows, 1)
+        if rows.size > groups:
+            numbers = jnp.arange(rows.shape[1], dtype=jnp.int32)
+            places = jnp.zeros((parts, groups * self.n // parts), jnp.int32)
+            sitter = jax.vmap(lambda empty, at: empty.at[at].set(numbers))(places, seat)
+            changed: dict[str, Any] = {"seat": seat, "sitter": sitter}
+        else:
             own = seat // self.n
             changed = {
                 "prompt_k": take_layers(self.prompt_k, own),
@@ -133,7 +129,7 @@ class KVCache(struct.PyTreeNode):
     def by_prompt(self, x: Array) -> Array:
         """x [B, …] in its rows' places among all the rows of the prompts: [G, n, …], and some row where none is."""
         if self.sitter is not None:
-            x = take_rows(x, jnp.minimum(self.sitter, x.shape[0] // self.sitter.shape[0] - 1))
+            x = take_rows(x, self.sitter)
         return x.reshape(self.prompt_length.shape[0], self.n, *x.shape[1:])
 
     def by_row(self, x: Array) -> Array:

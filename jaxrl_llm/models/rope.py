@@ -93,7 +93,7 @@ def rope_tables(
         return (factor * np.stack([np.cos(angles), np.sin(angles)])).astype(dtype)
 
     # Constants that are looked up. Computed from the positions, they were fused into each layer's rotations and so
-    # computed again for every number that is turned, an eighth of the time of decoding on a CPU.
+    # computed again for every number that is turned.
     tables = jnp.asarray(np.stack([table(rope) for rope in ropes], 1))
     cos, sin = tables.at[:, :, positions].get(mode="fill", fill_value=jnp.nan)[:, :, :, :, None, :]
     return (cos[0], sin[0]) if len(ropes) == 1 else (cos, sin)

@@ -181,7 +181,10 @@ def decode(
             return rows.active.reshape(shards, -1)
 
         left = sizes[1] // shards if sizes[1:] else 0
-        more = lambda carry: (going(carry[2]).sum(1).max() > left) & (carry[0] < limit)  # noqa: E731
+
+        def more(carry: tuple[Array, AnyCache, _Rows]) -> Array:
+            return (going(carry[2]).sum(1).max() > left) & (carry[0] < limit)
+
         t, cache, rows = jax.lax.while_loop(more, step, (t, cache, rows))
         if sizes[1:]:
             first = jnp.argsort(~going(rows), 1, stable=True)[:, :left].astype(jnp.int32)

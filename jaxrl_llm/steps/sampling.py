@@ -86,7 +86,7 @@ def below_nucleus(logits: Array, top_p: float) -> Array:
     for: between a low end, with at least top_p above it, and a high end, with less. A look at the logits tries where
     the straight line between the two points to (regula falsi; Dowell and Jarratt 1971, "Illinois"), every third time
     the middle. A row is done when one entry is left in between, or several equal ones, or no more than rounding leaves
-    of a sum. That is some ten looks; a sort of 49,152 entries takes as long as hundreds.
+    of a sum. That is ten to forty looks, where a sort of a whole vocabulary takes far longer.
     """
     weights, top = _weights(logits)
     top, total = top[:, 0], weights.sum(-1)
