@@ -98,6 +98,40 @@ def run_chunks(chunk: int, *, entropys: bool = True, squares: bool = True) -> tu
     return stats, grads
 
 
+@pytest.mark.parametrize("chunk", [3, WIDTH])
+@pytest.mark.parametrize("hidden_entry", [False, True])
+def test_the_gradient_by_formula_is_that_of_differentiation(chunk: int, hidden_entry: bool) -> None:
+    """Of each number by itself, with an entry of the vocabulary at −inf or without."""
+    known = jnp.arange(VOCAB)[None, None] != (LABELS + 1)[..., None] % VOCAB if hidden_entry else jnp.bool_(True)
+    labels, weights = jnp.asarray(LABELS), jnp.asarray(RNG.normal(size=(3, ROWS, WIDTH)), jnp.float32)
+
+    def logits_of(hidden: Any) -> Any:
+        return hidden[..., :VOCAB]
+
+    def plain(logits: Any) -> Any:
+        found = token_log_probs(logits, labels, 0.7), entropy(logits, 0.7), sum_pi_squared(logits, 0.7)
+        return jnp.stack(found)
+
+    def by_formula(logits: Any) -> Any:
+        found: Any = from_hidden(logits_of, logits, labels, temperature=0.7, chunk=chunk, with_sum_pi_squared=True)
+        return jnp.stack(found)
+
+    logits = jnp.where(known, LOGITS, -jnp.inf)
+    for one in range(3):
+        expected, found = (
+            jax.jit(jax.grad(lambda x, f=f, one=one: (weights * f(x))[one].sum()))(logits) for f in (plain, by_formula)
+        )
+        assert np.isfinite(found).all() and np.abs(found).max() > 1e-2
+        np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_the_temperature_is_not_rounded_to_the_logits_precision() -> None:
+    given: dict[str, Any] = {"temperature": 0.7, "chunk": WIDTH}
+    low = jnp.asarray(LOGITS, jnp.bfloat16)
+    found = from_hidden(lambda x: x, low, jnp.asarray(LABELS), **given).log_probs
+    np.testing.assert_allclose(found, token_log_probs(low, jnp.asarray(LABELS), 0.7), rtol=1e-6)
+
+
 @pytest.mark.parametrize("chunk", [1, 2, 3, 7, 50])
 def test_chunks_change_neither_value_nor_gradient(chunk: int) -> None:
     (stats, grads), (whole, whole_grads) = run_chunks(chunk), run_chunks(WIDTH)

@@ -208,8 +208,8 @@ def _sum_pi_squared(log_pi: Array) -> Array:
 def _token_stats(
     logits: Array, labels: Array, temperature: float | Array, with_entropy: bool, with_sum_pi_squared: bool
 ) -> TokenStats:
-    # A Python number stays as weakly typed as it was, so that float32 logits stay float32.
-    return _stats(with_entropy, with_sum_pi_squared, logits, labels, jnp.asarray(temperature, logits.dtype))
+    high = jnp.promote_types(logits.dtype, jnp.float32)
+    return _stats(with_entropy, with_sum_pi_squared, logits, labels, jnp.asarray(temperature, high))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
