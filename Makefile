@@ -7,6 +7,9 @@
 PYTHON ?= python3
 VENV ?= .venv
 MORE ?=
+# A process for each core, four at most: each compiles, and may take 3 GB. A file's tests stay together, since they
+# share runs. One process, for a debugger say: MORE=-n0
+TESTERS ?= --numprocesses=auto --maxprocesses=4 --dist=loadfile --no-loadscope-reorder
 
 .PHONY: quickstart setup test check model addition clean
 
@@ -28,7 +31,7 @@ $(VENV)/installed: pyproject.toml requirements.txt
 	touch $@
 
 test: setup
-	$(VENV)/bin/python -m pytest $(MORE)
+	$(VENV)/bin/python -m pytest $(TESTERS) $(MORE)
 
 check: setup
 	$(VENV)/bin/ruff check

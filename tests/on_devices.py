@@ -48,6 +48,10 @@ MESHES: dict[str, Any] = {
 # What is replayed on which of them; all on all of them takes a minute more.
 REPLAYED = {"grpo": ("fsdp", "all"), "ppo": ("data", "tensor")}
 LONG = {"grpo": tuple(MESHES), "ppo": tuple(MESHES)}
+# Without --long: each takes ten seconds.
+QUICK = {"grpo": ("all",), "ppo": ("data",)}
+SAMPLED = ("fsdp", "all")
+IS_LONG = bool(os.environ.get("JAXRL_LLM_LONG_TESTS"))
 PACKED: dict[str, Any] = {"model__use_remove_padding": True, "model__packed_widths": (0.99,)}
 # Adam takes a whole step even where a gradient is nothing but rounding; a larger eps than usual keeps it from that.
 OPTIMIZER = {"optimizer__lr": 3e-3, "optimizer__eps": 1e-4, "optimizer__schedule": "cosine"}
@@ -140,7 +144,7 @@ def replay(name: str) -> dict[str, Any]:
         return batch
 
     found: dict[str, Any] = {"single": run(single, first, fresh)}
-    for mesh in (LONG if os.environ.get("JAXRL_LLM_LONG_TESTS") else REPLAYED)[name]:
+    for mesh in (LONG if IS_LONG else QUICK)[name]:
         found[mesh] = run(program(name, mesh), first, lambda state, number: tokens[number])
     return found | {"tokens": tokens, "first": jax.tree.map(np.asarray, first)}
 
@@ -191,7 +195,7 @@ def sample() -> dict[str, Batch]:
     """mesh -> what the rollout samples in float64 (jax_enable_x64 is set)."""
     params = jax.tree.map(lambda x: np.asarray(x, np.float64), tiny.params())
     kind, found = {"param_dtype": jnp.float64, "compute_dtype": jnp.float64}, {}
-    for mesh in (*(["single"] if jax.process_count() == 1 else []), *MESHES):
+    for mesh in (*(["single"] if jax.process_count() == 1 else []), *(MESHES if IS_LONG else SAMPLED)):
         where = layout(mesh)
         model = tiny.model(constrain=where.constrain, **kind)
 

@@ -53,6 +53,7 @@ def test_a_notebook_says_what_its_text_says(name: str) -> None:
 
 
 LONG = (
+    "1_quickstart",
     "2_ppo_and_grpo",
     "4_gsm8k",
     "5_your_own_reward_and_estimator",

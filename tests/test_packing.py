@@ -197,9 +197,8 @@ def program(**overrides: Any) -> Program:
     return make_program(tiny.config(**PPO, **PACKED, **overrides), tiny.model(), tiny.model(value_head=True))
 
 
-@pytest.mark.parametrize(
-    "parts", [pytest.param({}, id="whole", marks=pytest.mark.long), pytest.param(IN_PARTS, id="in parts")]
-)
+@pytest.mark.parametrize("parts", [pytest.param({}, id="whole"), pytest.param(IN_PARTS, id="in parts")])
+@pytest.mark.long
 def test_phases_and_updates_of_packed_lines_are_those_of_padded_rows(parts: dict[str, Any]) -> None:
     p = program(**parts)
     state = p.init(tiny.params(), tiny.params(50, value_head=True), tiny.params(8))

@@ -21,6 +21,7 @@ def get_config():
 pytestmark = pytest.mark.usefixtures("compile_once")
 
 
+@pytest.mark.long
 def test_a_trace_names_steps_and_phases(tmp_path: Path) -> None:
     (tmp_path / "recipe.py").write_text(RECIPE)
     run = tmp_path / "run"

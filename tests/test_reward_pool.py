@@ -24,6 +24,7 @@ import pytest
 from jaxrl_llm.errors import RunAborted, UserError
 from jaxrl_llm.rewards import RewardSet, Scores, batched, jax_reward, make_rewards, pooled
 from jaxrl_llm.rewards.processes import marked
+from jaxrl_llm.rewards.worker_process import WorkerProcess
 from jaxrl_llm.trainer import fit
 from tests import tiny_folder, tiny_runs
 
@@ -280,6 +281,23 @@ def test_nothing_is_left_after_close_and_after_being_forgotten(tmp_path: Path) -
     del forgotten
     gc.collect()
     assert soon(lambda: not workers())
+
+
+def test_no_thread_ends_before_all_workers_are_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Linux kills the workers that a thread has started when that thread ends; their children would be left."""
+    threads = []
+    kill = WorkerProcess.kill
+
+    def slow(worker: WorkerProcess) -> int | None:
+        time.sleep(0.2)  # for an idle thread to end in
+        threads.append(sum(thread.name.startswith("reward worker") for thread in threading.enumerate()))
+        return kill(worker)
+
+    before = sum(thread.name.startswith("reward worker") for thread in threading.enumerate())
+    with pooled(make_rewards(["number"]), num_workers=2) as rewards:
+        run(rewards, ["1", "2"])
+        monkeypatch.setattr(WorkerProcess, "kill", slow)
+    assert set(threads[:3]) == {before + 2}  # of two workers and a spare one
 
 
 PROGRAM = """

@@ -77,7 +77,7 @@ def test_a_shared_prompt_changes_nothing(n: int) -> None:
     np.testing.assert_allclose(stats.log_probs, jnp.where(rows.response_mask, plain, 0), atol=2e-5)
 
 
-@pytest.mark.parametrize("layers", ["stacked", "apart"])
+@pytest.mark.parametrize("layers", ["stacked", pytest.param("apart", marks=pytest.mark.long)])
 def test_shapes_that_shrink_and_grow_sample_what_one_loop_samples(layers: str) -> None:
     """Caches of 2, 4 and 8 slots; 16 rows, 8 that share their prompts, then 4, 2 and 1 with prompts of their own."""
     params = PARAMS if layers == "stacked" else unstack_layers(PARAMS)

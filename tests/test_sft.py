@@ -142,6 +142,7 @@ def test_the_quickstarts_folder_is_what_its_module_writes(tmp_path: Path) -> Non
     assert sum(path.stat().st_size for path in quickstart.FOLDER.iterdir()) < 4e6
 
 
+@pytest.mark.long
 def test_a_short_run_of_the_quickstarts_recipe_learns(tmp_path: Path) -> None:
     root = Path(quickstart.__file__).parents[1]
     changes = {"trainer.steps": 40, "data.train_batch_size": 64, "optimizer.warmup_steps": 5, "data.eval": ()}

@@ -30,11 +30,11 @@ from jaxrl_llm.steps.optimizer import make_optimizer
 from jaxrl_llm.steps.phases import make_program
 from tests import tiny
 from tests.cut_tokens import CUT, LONG_CUT
-from tests.on_devices import FLAGS, JOBS, LONG, MESHES, REPLAYED, STEPS
+from tests.on_devices import FLAGS, JOBS, LONG, MESHES, QUICK, SAMPLED, STEPS
 
 ROOT = Path(__file__).parents[1]
 REPLAYS = [
-    pytest.param(case, mesh, marks=() if mesh in REPLAYED[case] else pytest.mark.long)
+    pytest.param(case, mesh, marks=() if mesh in QUICK[case] else pytest.mark.long)
     for case, meshes in LONG.items()
     for mesh in meshes
 ]
@@ -103,7 +103,9 @@ def test_the_run_that_is_replayed_does_something(result: Callable[[str], Any], c
         assert metrics["actor/reward_kl_penalty"] != 0 and metrics["critic/vf_loss"] > 0
 
 
-@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize(
+    "mesh", [pytest.param(mesh, marks=() if mesh in SAMPLED else pytest.mark.long) for mesh in MESHES]
+)
 def test_in_float64_every_mesh_samples_the_same_tokens(result: Callable[[str], Any], mesh: str) -> None:
     batch, single = result("sample")[mesh], result("sample")["single"]
     assert single.rollout_log_probs.dtype == np.float64

@@ -24,6 +24,7 @@ from tests import tiny_folder
 from tests.tiny_runs import COMPILED, GRPO, PPO, QUIET, Watched, compilations, on_host
 
 pytestmark = pytest.mark.usefixtures("compile_once")
+HOST_PHASES = {"step", "data", "save_checkpoint"}  # in which no program of the run's own is called
 
 
 @pytest.fixture(params=["grpo", "ppo"])
@@ -63,15 +64,16 @@ def test_every_phase_has_its_timer(grpo: Watched, ppo: Watched) -> None:
         assert found == expected
 
 
-def test_the_phases_add_up_to_the_step(either: Watched) -> None:
-    """Evaluation and checkpoint included; the best of four steps, since a busy machine can stop between two clocks."""
-    shares = []
+def test_what_runs_on_devices_runs_in_a_phase_of_its_name_and_no_two_overlap(either: Watched) -> None:
+    """So that the phases' seconds are the step's, but for what the host does between them."""
+    phases = {name.removeprefix("timing_s/") for metrics in either.metrics for name in metrics if "timing_s/" in name}
+    assert {program for program, phase in either.ran if phase == program} == phases - HOST_PHASES
+    assert {program for program, phase in either.ran if phase != program} == {"update_weights", "reward of testing"}
+    assert {phase for program, phase in either.ran if phase != program} == {"testing"}
     for metrics in either.metrics:
         timing = {name: value for name, value in metrics.items() if name.startswith("timing_s/")}
         step = timing.pop("timing_s/step")
         assert sum(timing.values()) <= step
-        shares.append(sum(timing.values()) / step)
-    assert max(shares) > 0.95, shares
 
 
 def test_training_moves_all_that_is_trained_and_nothing_else(either: Watched) -> None:
@@ -230,7 +232,10 @@ STEPS = {"grpo": GRPO, "ppo, critic warm-up": {**PPO, "critic__warmup_steps": 1}
 
 @pytest.mark.parametrize(
     "overrides",
-    [pytest.param(case, id=name, marks=pytest.mark.long if name == "lora" else ()) for name, case in STEPS.items()],
+    [
+        pytest.param(case, id=name, marks=() if name.startswith("ppo") else pytest.mark.long)
+        for name, case in STEPS.items()
+    ],
 )
 def test_the_pure_step_is_the_trainers(overrides: dict[str, Any]) -> None:
     """`make_step`, jitted as one program, and the phases that the trainer runs one by one, each from the same state."""

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ import jax
 import numpy as np
 
 from jaxrl_llm.checkpoint import Checkpoints
+from jaxrl_llm.compiled import Compiled
 from jaxrl_llm.config import Config, to_json
 from jaxrl_llm.loading import load_inputs, make_layout, make_models, policy_params
 from jaxrl_llm.trainer import Run, fit
@@ -63,6 +64,22 @@ def compilations() -> Iterator[list[str]]:
         jax.monitoring.unregister_event_duration_listener(listen)
 
 
+@contextlib.contextmanager
+def calls(tell: Callable[[str], None]) -> Iterator[None]:
+    """Tells the name of each compiled program that is called in this context."""
+    plain = Compiled.__call__
+
+    def told(self: Compiled, *args: Any) -> Any:
+        tell(self.name)
+        return plain(self, *args)
+
+    Compiled.__call__ = told
+    try:
+        yield
+    finally:
+        Compiled.__call__ = plain
+
+
 @dataclasses.dataclass
 class Watched:
     """What happened in a run."""
@@ -73,6 +90,7 @@ class Watched:
     metrics: list[dict[str, float]]  # as yielded
     states: list[RunState]  # before the first step, and after each
     compiled: int  # while the steps ran
+    ran: set[tuple[str, str]]  # (program, phase) of all that ran on devices
 
     def lines(self) -> Rows:
         return read_jsonl(self.folder / "metrics.jsonl")
@@ -93,8 +111,8 @@ def ppo() -> Watched:
 
 def _watch(name: str, config: Config) -> Watched:
     folder = tiny_folder.session_folder() / "runs" / name
-    watched = Watched(config, folder, folder.with_name(f"{name}-killed"), [], [], 0)
-    with fit(config, folder) as run:
+    watched = Watched(config, folder, folder.with_name(f"{name}-killed"), [], [], 0, set())
+    with fit(config, folder) as run, calls(lambda name: watched.ran.add((name, run._timers.phase))):
         watched.states.append(on_host(run))
         while run.step < run.total_steps:
             with compilations() as events:

@@ -203,10 +203,12 @@ class _Crew:
                 return
             self._closed = True
             workers = list(self._workers)
-        for _ in self._threads:
-            self._tasks.put(None)
+        # Before any thread ends: Linux would kill the workers that it has started (`worker._die_with`), and what they
+        # leave behind would be nobody's.
         for worker in workers:
             worker.kill()
+        for _ in self._threads:
+            self._tasks.put(None)
         for thread in self._threads:
             if thread is not threading.current_thread():
                 thread.join(10)
@@ -258,6 +260,8 @@ class _Crew:
                 failure = f"{what} within {seconds:g} s (reward.timeout); its worker has been killed"
             except WorkerDied as error:
                 self._end(worker)
+                if self._closed:
+                    raise _Closed from None
                 # What an earlier row has left behind, a thread or a process, may have done it. A fresh worker tells.
                 if worker.served > 1:
                     worker = self._ready()
