@@ -64,6 +64,10 @@ def _model() -> dict:
         # What the backward pass computes again instead of storing. none: nothing, most memory.
         # dots: all but matrix products. full: whole layers, least memory.
         "remat": "none",
+        # What computes attention where there is no cache: in log-probs, values, scores and updates. xla: plain products
+        # and a softmax. cudnn (NVIDIA GPUs) and splash (TPUs): one kernel that never writes scores to memory. auto: the
+        # device's kernel where it does what the model asks and a trial at the start agrees with xla; else xla.
+        "attention": "auto",
         # For long rows. True: between a layer's products, and in what a backward pass keeps of it, each of the
         # mesh.tensor devices has a share of every row's tokens. False: it has all of them.
         "sequence_parallel": False,

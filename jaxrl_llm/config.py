@@ -54,6 +54,7 @@ class Model:
     quantize_base: Literal["none", "int8"]
     scan_layers: bool
     remat: Literal["none", "dots", "full"]
+    attention: Literal["auto", "xla", "cudnn", "splash"]
     sequence_parallel: bool
     use_remove_padding: bool
     packed_widths: tuple[Share, ...]

@@ -19,6 +19,7 @@ from jaxrl_llm.data import PromptData
 from jaxrl_llm.errors import UserError, naming
 from jaxrl_llm.models import classifier, hf
 from jaxrl_llm.models.declare import SCORE, VALUE_HEAD, init_declared
+from jaxrl_llm.models.fused_attention import choose
 from jaxrl_llm.models.lora import join
 from jaxrl_llm.models.transformer import TransformerConfig, init_params, make_transformer
 from jaxrl_llm.rewards import RewardSet, make_rewards
@@ -181,6 +182,7 @@ def _transformer(config: Config, shape: TransformerConfig, layout: Layout, **hea
         compute_dtype=jnp.dtype(m.dtype),
         remat=m.remat,
         constrain=layout.constrain,
+        attention=choose(m.attention, shape, m.dtype, scanned=m.scan_layers, where=layout),
         **head,
     )
 

@@ -21,6 +21,7 @@ from jaxrl_llm.errors import UserError, naming
 from jaxrl_llm.exchanges import Exchanges
 from jaxrl_llm.loading import Inputs, load_model_params
 from jaxrl_llm.models import classifier, hf
+from jaxrl_llm.models.fused_attention import choose
 from jaxrl_llm.models.transformer import make_transformer
 from jaxrl_llm.sharding import Layout, abstract, abstract_like, fetch
 from jaxrl_llm.sources import Record
@@ -70,7 +71,9 @@ class RewardScorer:
         )
         self._exchanges.check("config.reward.model.chat_template")
         dtype = jnp.dtype(config.model.dtype)  # what is never updated needs no more digits than it is computed with
+        m = config.model
         options: dict[str, Any] = {"param_dtype": dtype, "compute_dtype": dtype, "constrain": layout.constrain}
+        options["attention"] = choose(m.attention, shape, m.dtype, scanned=m.scan_layers, where=layout)
         self._model = make_transformer(shape, **options, score_head=True)
         per_device = config.data.train_batch_size * config.rollout.n // layout.batch_shards
         self._rows = (settings.micro_batch_size or max(per_device, 1)) * layout.batch_shards

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -96,6 +96,19 @@ class Layout:
         whole = [axis == "blocks" and size % self.mesh.size > 0 for size, axis in zip(x.shape, axes, strict=True)]
         axes = tuple(None if w else axis for w, axis in zip(whole, axes, strict=True))
         return jax.lax.with_sharding_constraint(x, self.named(axes))
+
+    def on_shards(self, function: Callable[..., Array], given: Any, found: Any) -> Callable[..., Array]:
+        """The function, computed by each device of its own share: for kernels, which the compiler cannot take apart.
+
+        Args:
+          given: the logical axes of each array that it is given; what they cut must divide.
+          found: those of its result.
+        """
+        if self.mesh.size == 1:
+            return function
+        specs = [self.named(axes).spec for axes in (*given, found)]
+        inputs, output = tuple(specs[:-1]), specs[-1]
+        return jax.shard_map(function, mesh=self.mesh, in_specs=inputs, out_specs=output, check_vma=False)
 
     def constrain_rows(self, tree: Any) -> Any:
         """Every leaf, kept with its leading axis over data and fsdp."""

@@ -346,13 +346,13 @@ class Model:
     forward(params, tokens, positions, segment_ids, *, prefix_ids=None, blocks=None, cache=None) -> (hidden, cache)
       tokens, positions, segment_ids: int32 [B, T]. Segment 0 is padding. A token sees the tokens of its own segment at
       positions up to its own, and those of segment `prefix_ids` (int32 [B, T]; 0 for none) likewise.
-      With blocks = (P, n), T is P tokens of a prompt, then n responses of equal width: each sees the prompt and
-      itself, and segment_ids is a 0/1 mask. With blocks = Packed(P, n, R), T is P tokens of a prompt (segment 1), then
-      slots: those of the i-th response (segment i + 1) are at most R in a row, each sees the prompt and its own
-      response, and slots that are left (segment 0) come last. The same could be said with segments and prefixes, but
-      here what is unseen is not computed. With a cache, segment_ids is a 0/1 mask: real tokens are written to the
-      cache's slot `position - prompt_length` of their row and see the row's prompt and slots. hidden: compute dtype
-      [B, T, D], normalized.
+      With blocks = (P, n), T is P tokens of a prompt, then n responses of equal width: each sees the prompt and itself,
+      and segment_ids is a 0/1 mask; n = 0 for one text, padded at its ends. With blocks = Packed(P, n, R), T is P
+      tokens of a prompt (segment 1), then slots: those of the i-th response (segment i + 1) are at most R in a row,
+      each sees the prompt and its own response, and slots that are left (segment 0) come last. The same could be said
+      with segments and prefixes, but here what is unseen is not computed. With a cache, segment_ids is a 0/1 mask: real
+      tokens are written to the cache's slot `position - prompt_length` of their row and see the row's prompt and slots.
+      hidden: compute dtype [B, T, D], normalized.
     heads["logits"](params, hidden [..., D]) -> float32 [..., V];  heads["value"](params, hidden) -> float32 [...] of a
     critic, heads["score"] likewise of a reward model
     """

@@ -34,7 +34,7 @@ from jaxrl_llm.steps.sampling import Sampling
 from jaxrl_llm.steps.step import make_step, step_key
 from jaxrl_llm.trainer import fit
 from jaxrl_llm.types import Array, Batch, Model, Param, Params, Prompts, RunState
-from tests import cut_tokens, quick, tiny, tiny_folder
+from tests import cut_tokens, fused_on_devices, quick, tiny, tiny_folder
 
 DEVICES, STEPS, GROUPS = 8, 5, 16
 SHAPE = dataclasses.replace(tiny.SHAPE, num_layers=1)  # one layer compiles in less time than two
@@ -350,6 +350,7 @@ JOBS = {
     "sample": sample,
     "experts": experts,
     "sequence_parallel": cut_tokens.sequence_parallel,
+    "attention": fused_on_devices.attention,
     "train": train,
 }
 

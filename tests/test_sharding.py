@@ -154,6 +154,17 @@ def test_a_cut_residual_stream_takes_less_memory(result: Callable[[str], Any]) -
     assert found["scanned, full"]["temp"] < 0.85 * found["uncut"]["temp"]
 
 
+def test_kernels_give_the_same_of_each_device_s_share(result: Callable[[str], Any]) -> None:
+    """Log-probs and the gradient, of blocks and of packed lines, with rows over four devices and heads over two."""
+    found = result("attention")
+    for of in (found["blocks"], found["packed"]):
+        tiny.assert_close(of["results"], of["single"])
+        log_probs, gradient = of["results"]
+        assert np.ptp(log_probs) > 1 and all(np.abs(leaf).max() > 0.1 for leaf in jax.tree.leaves(gradient))
+        # One line of four with its prompt once and its three responses; two of four query heads, one of two key heads.
+        assert of["asked"] == {(1, 2, 1), (3, 2, 1)} and not of["gathers"]
+
+
 def test_tokens_are_cut_where_a_config_says_so() -> None:
     plain = abstract_layout(data=2, fsdp=2, tensor=4)
     assert plain.named(("batch", "length", None)).spec == P(BATCH_AXES, None, None)

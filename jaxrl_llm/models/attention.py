@@ -193,6 +193,28 @@ def attend_packed(
     return jnp.concatenate([within(*prompt)[0], join(of_prompt, of_own)[0]], 1)
 
 
+def attend_lines(
+    q: Array,
+    k: Array,
+    v: Array,
+    positions: Array,
+    segments: Array,
+    *,
+    prefixes: Array | None = None,
+    blocks: tuple[int, int] | Packed | None = None,
+    scale: float,
+    window: Window = None,
+    softcap: float | None = None,
+) -> Array:
+    """Attention within lines [B, T] of any kind; `positions`, `segments`, `prefixes` and `blocks` as of `Model`."""
+    how: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap}
+    if isinstance(blocks, Packed):
+        return attend_packed(q, k, v, positions, segments, packed=blocks, **how)
+    if blocks is not None and blocks[1] > 0:
+        return attend_blocks(q, k, v, positions, segments, blocks=blocks, **how)
+    return attend(q, k, v, positions, positions, segments, segments, q_prefix=prefixes, **how)[0]
+
+
 class Partial(NamedTuple):
     """Attention over some of the keys, before it is divided by the sum of its weights."""
 

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from flax import nnx, struct
 
 from jaxrl_llm.models.cache import put_rows, take_rows
+from jaxrl_llm.models.lines import Rows
 from jaxrl_llm.types import Array, Model, Packed, Param, Params
 
 Make = Callable[[nnx.Rngs], nnx.Module]
@@ -157,7 +158,7 @@ def from_nnx(
             return _with_cache(lambda *row: run(params, *row), tokens, positions, mask, cache)
         if isinstance(blocks, Packed):
             return _unpacked(lambda *row: run(params, *row), tokens, segment_ids, blocks), None
-        if blocks is not None:
+        if blocks is not None and blocks[1] > 0:
             return _in_blocks(lambda *row: run(params, *row), tokens, mask, blocks), None
         return _packed(lambda *row: run(params, *row), tokens, mask), None
 
@@ -247,21 +248,12 @@ def _in_blocks(run: Run, tokens: Array, mask: Array, blocks: tuple[int, int]) ->
 
 def _unpacked(run: Run, tokens: Array, segments: Array, packed: Packed) -> Array:
     """Hidden states of lines of a prompt and packed responses, computed as `_in_blocks`."""
-    width, n, reach = packed
-    prompt, slots = tokens[:, :width], segments[:, width:]
-    lines, count = slots.shape
-    mine = slots[:, None, :] == jnp.arange(1, n + 1)[None, :, None]  # [B, n, S]
-    length = mine.sum(2, dtype=jnp.int32)
-    start = jnp.cumsum(length, 1) - length
-    at = start[:, :, None] + jnp.arange(reach)[None, None, :]
-    mask = (jnp.arange(reach)[None, None, :] < length[:, :, None]).reshape(lines, -1)
-    own = jnp.take_along_axis(tokens[:, width:], jnp.minimum(at, count - 1).reshape(lines, -1), 1)
-    mask = jnp.concatenate([segments[:, :width] > 0, mask], 1)
-    hidden = _in_blocks(run, jnp.concatenate([prompt, own], 1), mask, (width, n))
-    response = jnp.maximum(slots - 1, 0)
-    place = response * reach + jnp.arange(count)[None, :] - jnp.take_along_axis(start, response, 1)
-    place = jnp.clip(place, 0, n * reach - 1)  # slots that are left read anything
-    return jnp.concatenate([hidden[:, :width], jnp.take_along_axis(hidden[:, width:], place[:, :, None], 1)], 1)
+    width, n = packed.prompt_width, packed.n
+    rows = Rows.of(segments[:, width:], packed)
+    mask = jnp.concatenate([segments[:, :width] > 0, rows.real], 1)
+    own = rows.into_rows(tokens[:, width:])
+    hidden = _in_blocks(run, jnp.concatenate([tokens[:, :width], own], 1), mask, (width, n))
+    return jnp.concatenate([hidden[:, :width], rows.into_slots(hidden[:, width:])], 1)
 
 
 def _with_cache(run: Run, tokens: Array, positions: Array, mask: Array, cache: TokenCache) -> tuple[Array, TokenCache]:

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxrl_llm.models.architecture import ACTIVATIONS, LayerKind, TransformerConfig, layer_kinds, stack_kinds
-from jaxrl_llm.models.attention import attend, attend_blocks, attend_cached, attend_packed
+from jaxrl_llm.models.attention import attend_cached, attend_lines
 from jaxrl_llm.models.cache import KVCache
 from jaxrl_llm.models.declare import SCORE, VALUE_HEAD, declare, init_params, stack_layers, unstack_layers
 from jaxrl_llm.models.moe import moe
@@ -33,6 +33,7 @@ REMAT_POLICIES = {
     "full": jax.checkpoint_policies.nothing_saveable,
 }
 Constrain = Callable[[Array, tuple[str | None, ...]], Array]
+Attention = Callable[..., Array]  # with the signature of `attend_lines`
 
 
 def _keep(x: Array, axes: tuple[str | None, ...]) -> Array:
@@ -67,18 +68,20 @@ def make_transformer(
     value_head: bool = False,
     score_head: bool = False,
     constrain: Constrain = _keep,
+    attention: Attention = attend_lines,
 ) -> Model:
     """The model of a config: with a language-model head, or in its place a critic's value head or a reward model's.
 
     Args:
       remat: what the backward pass recomputes: "none", "dots" (all but matrix products), "full" (each layer whole).
       constrain: (x, logical axes) -> x, keeps activations in their layout on a mesh; see sharding.py.
+      attention: over lines without a cache; see fused_attention.py.
     """
     head = {"value": _value} if value_head else {"score": _score} if score_head else {"logits": _logits}
     heads = {name: partial(function, config) for name, function in head.items()}
     return Model(
         declare=partial(declare, config, param_dtype, value_head, score_head),
-        forward=partial(_forward, config, compute_dtype, remat, constrain),
+        forward=partial(_forward, config, compute_dtype, remat, constrain, attention),
         heads=heads,
         init_cache=partial(_init_cache, config, compute_dtype),
         vocab_size=config.vocab_size,
@@ -112,6 +115,7 @@ def _forward(
     compute_dtype: Any,
     remat: str,
     constrain: Constrain,
+    attention: Attention,
     params: Params,
     tokens: Array,
     positions: Array,
@@ -141,7 +145,11 @@ def _forward(
     if not isinstance(layers, tuple):
         kinds = stack_kinds(kinds)
     if cache is None:
-        x = _run_layers(block, layers, kinds, x, (positions, segment_ids, prefix_ids), blocks, remat)
+
+        def attend(q: Array, k: Array, v: Array, **how: Any) -> tuple[Array, None]:
+            return attention(q, k, v, positions, segment_ids, prefixes=prefix_ids, blocks=blocks, **how), None
+
+        x = _run_layers(partial(block, attention=attend), layers, kinds, x, remat)
     else:
         x, cache = _run_cached(block, layers, kinds, x, (positions, segment_ids), cache)
     return stream.gather(_rms_norm(config, x, params["final_norm"])), cache
@@ -190,35 +198,22 @@ def _block(
     return stream.keep(x), carried
 
 
-def _run_layers(
-    block: Callable[..., tuple[Array, Any]],
-    layers: Params,
-    kinds: Any,
-    x: Array,
-    where: tuple[Array, Array, Array | None],
-    blocks: tuple[int, int] | Packed | None,
-    remat: str,
-) -> Array:
-    positions, segments, prefixes = where
+def _run_layers(block: Callable[..., tuple[Array, Any]], layers: Params, kinds: Any, x: Array, remat: str) -> Array:
+    def run(kind: LayerKind, layer: Params, x: Array) -> Array:
+        return block(layer, kind, x)[0]
 
-    def attention(q: Array, k: Array, v: Array, **how: Any) -> tuple[Array, None]:
-        if isinstance(blocks, Packed):
-            return attend_packed(q, k, v, positions, segments, packed=blocks, **how), None
-        if blocks is not None:
-            return attend_blocks(q, k, v, positions, segments, blocks=blocks, **how), None
-        return attend(q, k, v, positions, positions, segments, segments, q_prefix=prefixes, **how)[0], None
-
-    def run(layer: Params, kind: LayerKind, x: Array) -> Array:
-        return block(layer, kind, x, attention)[0]
-
-    if remat != "none":
+    def layer_of(kind: LayerKind) -> Callable[[Params, Array], Array]:
+        """Of a kind that stays what it is: made an argument of what is computed again, its numbers would be traced."""
+        if remat == "none":
+            return partial(run, kind)
         # Inside a scan common subexpressions cannot be merged across the loop, so the barrier would only cost.
-        run = jax.checkpoint(run, policy=REMAT_POLICIES[remat], prevent_cse=isinstance(layers, tuple))
+        return jax.checkpoint(partial(run, kind), policy=REMAT_POLICIES[remat], prevent_cse=isinstance(layers, tuple))
+
     if isinstance(layers, tuple):
         for layer, kind in zip(layers, kinds, strict=True):
-            x = run(layer, kind, x)
+            x = layer_of(kind)(layer, x)
         return x
-    return jax.lax.scan(lambda x, per_layer: (run(*per_layer, x), None), x, (layers, kinds))[0]
+    return jax.lax.scan(lambda x, per_layer: (layer_of(per_layer[1])(per_layer[0], x), None), x, (layers, kinds))[0]
 
 
 def _run_cached(

@@ -152,7 +152,8 @@ def score_sequences(model: Model, params: Params, tokens: Array, mask: Array) ->
       mask: bool [B, T], the real ones, on whichever side the padding is.
     """
     positions = jnp.maximum(jnp.cumsum(mask, 1, dtype=jnp.int32) - 1, 0)
-    hidden, _ = model.forward(params, jnp.where(mask, tokens, 0), positions, mask.astype(jnp.int32))
+    alone = (tokens.shape[1], 0)
+    hidden, _ = model.forward(params, jnp.where(mask, tokens, 0), positions, mask.astype(jnp.int32), blocks=alone)
     last = jnp.where(mask, jnp.arange(mask.shape[1])[None, :], 0).max(1)
     return model.heads["score"](params, jnp.take_along_axis(hidden, last[:, None, None], 1)[:, 0])
 
