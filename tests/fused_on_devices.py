@@ -20,9 +20,9 @@ from tests.cut_tokens import lines
 
 
 def attention() -> dict[str, Any]:
-    """Log-probs and their gradient by a kernel on a mesh, and by plain products on one device; the rows and heads that
-    the kernel was asked for; what is gathered with an axis of heads."""
-    mesh, found = Layout(make_mesh(data=2, fsdp=2, tensor=2)), {}
+    """Log-probs and their gradient, by a kernel on a mesh that cuts the residual stream's tokens too, and by plain
+    products on one device; the rows and heads that the kernel was asked for; what is gathered with an axis of heads."""
+    mesh, found = Layout(make_mesh(data=2, fsdp=2, tensor=2), sequence_parallel=True), {}
     for name, packed_width in (("blocks", None), ("packed", 54)):
         asked: set[tuple[int, int, int]] = set()
 
@@ -37,7 +37,8 @@ def attention() -> dict[str, Any]:
 
 
 def graded(where: Layout, attention: Any, packed_width: int | None) -> dict[str, Any]:
-    model = make_transformer(tiny.SHAPE, constrain=where.constrain, attention=attention)
+    remat = "full" if packed_width else "none"
+    model = make_transformer(tiny.SHAPE, constrain=where.constrain, attention=attention, remat=remat)
 
     def loss(params: Params, batch: Batch) -> tuple[Array, Array]:
         stats = score_tokens(model, params, batch, temperature=0.8, chunk_tokens=64, packed_width=packed_width)

@@ -10,19 +10,20 @@ import dataclasses
 import re
 from functools import partial
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AbstractMesh, AxisType
 
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.models import fused_attention
 from jaxrl_llm.models.attention import attend_lines
 from jaxrl_llm.models.fused_attention import attend_rows, choose, cudnn, splash, trial
 from jaxrl_llm.models.transformer import make_transformer, unstack_layers
-from jaxrl_llm.sharding import Layout
+from jaxrl_llm.sharding import AXES, Layout, abstract
 from jaxrl_llm.types import Array, Packed
 from tests import tiny
 
@@ -118,51 +119,65 @@ def test_what_no_kernel_takes_is_computed_by_products() -> None:
 # What is compiled for the devices that are not here
 
 
-def lowered(attention: Any, platform: str, *, backward: bool, remat: str = "none", scanned: bool = True) -> str:
-    """The program of a model in bfloat16 over packed lines."""
-    shape = dataclasses.replace(tiny.SHAPE, head_dim=64, windows=() if scanned else (0, 3))
-    model = make_transformer(shape, compute_dtype=jnp.bfloat16, remat=remat, attention=attention)
+class Way(NamedTuple):
+    backward: bool
+    remat: str = "none"
+    scanned: bool = True
+    mesh: bool = False
+
+
+WAYS = {
+    "forward": Way(False),
+    "backward": Way(True),
+    "windows, unrolled, computed again": Way(True, "dots", scanned=False),
+    "eight devices": Way(True, "full", mesh=True),
+}
+SOFTMAX = r"stablehlo\.exponential.*tensor<(\d+x){4,}"  # by products: of no other array with so many axes
+
+
+def lowered(kernel: Any, platform: str, way: Way) -> str:
+    """The program of a model in bfloat16 over packed lines; without a kernel by plain products."""
+    shape = dataclasses.replace(tiny.SHAPE, head_dim=64, windows=() if way.scanned else (0, 3))
+    mesh: Any = AbstractMesh((2, 2, 2), AXES, axis_types=(AxisType.Auto,) * 3)
+    where = Layout(mesh, sequence_parallel=True) if way.mesh else Layout.single()
+    attention = partial(attend_rows, kernel=kernel, where=where) if kernel else attend_lines
+    how: dict[str, Any] = {"remat": way.remat, "constrain": where.constrain, "attention": attention}
+    model = make_transformer(shape, compute_dtype=jnp.bfloat16, **how)
     positions, segments, blocks = lines("packed")
+    positions, segments = (jnp.concatenate([x, x[:1]]) for x in (positions, segments))
 
     def forward(params: Any) -> Array:
-        entered = params if scanned else unstack_layers(params)
+        entered = params if way.scanned else unstack_layers(params)
         hidden, _ = model.forward(entered, positions, positions, segments, blocks=blocks)
         return hidden.astype(jnp.float32).sum()
 
-    declared = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), model.declare(), is_leaf=lambda x: hasattr(x, "axes")
-    )
-    traced = jax.jit(jax.grad(forward) if backward else forward).trace(declared)
+    traced = jax.jit(jax.grad(forward) if way.backward else forward).trace(abstract(model.declare()))
     return traced.lower(lowering_platforms=(platform,)).as_text().replace("\\22", '"')
 
 
-SOFTMAX = r"stablehlo\.exponential.*tensor<(\d+x){4,}"  # by products: of no other array with so many axes
-WAYS = [(False, "none", True), (True, "none", True), (True, "full", True), (True, "dots", False)]
-
-
-@pytest.mark.parametrize(("backward", "remat", "scanned"), WAYS)
-def test_programs_for_a_gpu_hold_cudnn_s_kernel(
-    backward: bool, remat: str, scanned: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("name", WAYS)
+def test_programs_for_a_gpu_hold_cudnn_s_kernel(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from jax._src.cudnn import fused_attention_stablehlo
 
     monkeypatch.setattr(fused_attention_stablehlo, "check_cudnn_version", lambda: 91000)  # no such library is here
-    text = lowered(partial(attend_rows, kernel=cudnn), "cuda", backward=backward, remat=remat, scanned=scanned)
-    kernels = {"__cudnn$fmhaSoftmax"} | ({"__cudnn$fmhaSoftmaxBackward"} if backward else set())
+    way = WAYS[name]
+    text = lowered(cudnn, "cuda", way)
+    kernels = {"__cudnn$fmhaSoftmax"} | ({"__cudnn$fmhaSoftmaxBackward"} if way.backward else set())
     assert set(re.findall(r"__cudnn\$\w+", text)) == kernels
     # By lengths, with nothing like a mask; and of the model's windows the one that there is.
     assert set(re.findall(r"mask_type\W+(\w+)", text)) == {"PADDING_CAUSAL"}
-    assert set(re.findall(r"sliding_window_length\W+(\d+)", text)) == ({"0"} if scanned else {"0", "3"})
-    assert not re.search(SOFTMAX, text)
-    assert re.search(SOFTMAX, lowered(attend_lines, "cuda", backward=backward, remat=remat, scanned=scanned))
+    assert set(re.findall(r"sliding_window_length\W+(\d+)", text)) == ({"0"} if way.scanned else {"0", "3"})
+    # Rows, heads and slots: prompts, and responses behind them; of four lines, or of the one that each device has.
+    sizes = {tuple(map(int, re.findall(r"\d+", x))) for x in re.findall(r'"dimensions": \[([^]]*)', text)}
+    assert sizes == ({(1, 2, 8, 8), (N, 2, 16, 16)} if way.mesh else {(4, 4, 8, 8), (4 * N, 4, 16, 16)})
+    assert not re.search(SOFTMAX, text) and re.search(SOFTMAX, lowered(None, "cuda", way))
 
 
-@pytest.mark.parametrize(("backward", "remat", "scanned"), WAYS)
-def test_programs_for_a_tpu_hold_splash_s_kernels(backward: bool, remat: str, scanned: bool) -> None:
-    text = lowered(partial(attend_rows, kernel=splash), "tpu", backward=backward, remat=remat, scanned=scanned)
-    found = set(re.findall(r"splash_mha_\w+", text))
-    assert "tpu_custom_call" in text and any("fwd" in name for name in found)
-    assert any("dkv" in name for name in found) == any("dq" in name for name in found) == backward
+@pytest.mark.parametrize("name", WAYS)
+def test_programs_for_a_tpu_hold_splash_s_kernels(name: str) -> None:
+    text = lowered(splash, "tpu", WAYS[name])
+    found = {part for part in ("fwd", "dq", "dkv") if re.search(rf"splash_mha_{part}", text)}
+    assert "tpu_custom_call" in text and found == ({"fwd", "dq", "dkv"} if WAYS[name].backward else {"fwd"})
     assert not re.search(SOFTMAX, text)
 
 
