@@ -85,6 +85,16 @@ def test_lines_in_rows_are_the_same(kind: str, window: int | None) -> None:
     assert_agree(STANDS_IN, kind, window=window)
 
 
+def test_a_large_score_that_is_not_seen_leaves_the_gradient_alone() -> None:
+    def loss(k: Array, large: float) -> Array:
+        k = jnp.concatenate([k, jnp.full((1, 1, 1, 8), large)], 1)
+        at, one = jnp.arange(3)[None], jnp.ones((1, 3), jnp.int32)
+        return attend_lines(jnp.ones((1, 3, 1, 8)), k, k, at, one, scale=1.0)[:, :2].var()
+
+    k = jax.random.normal(jax.random.key(0), (1, 2, 1, 8))
+    np.testing.assert_allclose(jax.grad(loss)(k, 1e3), jax.grad(loss)(k, 0.0), atol=1e-7)  # exp(8e3) is not finite
+
+
 @pytest.mark.parametrize(
     ("kind", "how"),
     [

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxrl_llm.compiled import narrowest
-from jaxrl_llm.models.attention import attend, attend_packed
+from jaxrl_llm.models.attention import attend, attend_packed, finish
 from jaxrl_llm.models.transformer import make_transformer, unstack_layers
 from jaxrl_llm.steps.packing import Packing, needed_width, packed_widths
 from jaxrl_llm.steps.phases import Program, make_program
@@ -133,7 +133,7 @@ def test_chunks_reach_as_far_as_responses(reach: int, slots: int) -> None:
     own = np.concatenate([np.ones(width, int), slot // reach + 2])[None].repeat(2, 0)
     prefix = np.concatenate([np.zeros(width, int), np.ones(slots, int)])[None].repeat(2, 0)
     where = (jnp.asarray(positions), jnp.asarray(positions), jnp.asarray(own), jnp.asarray(own))
-    expected, _ = attend(q, k, v, *where, scale=0.5, q_prefix=jnp.asarray(prefix))
+    expected = finish(attend(q, k, v, *where, scale=0.5, q_prefix=jnp.asarray(prefix)), q.dtype)
     segments = jnp.asarray(np.where(prefix == 1, own - 1, 1))
     packed = jax.jit(functools.partial(attend_packed, packed=Packed(width, n, reach), scale=0.5))
     found = packed(q, k, v, where[0], segments)

@@ -1,9 +1,9 @@
 """Attention over keys that may lie in several places.
 
-`attend` is the one interface: positions and segment ids say who sees whom, and the log-sum-exp that it returns lets
-results over disjoint sets of keys be joined (`join`). A prompt's keys, stored once for all of its responses, and a
-response's own keys are two such sets: bifurcated attention (Athiwaratkun et al. 2024, arXiv:2403.08845), Hydragen
-(Juravsky et al. 2024, arXiv:2402.05099).
+`attend` is over keys as products give them, where positions and segment ids say who sees whom; `attend_slots` over keys
+as a cache has them. What they give over disjoint sets of keys can be put together (`combine`). A prompt's keys, stored
+once for all of its responses, and a response's own keys are two such sets: bifurcated attention (Athiwaratkun et al.
+2024, arXiv:2403.08845), Hydragen (Juravsky et al. 2024, arXiv:2402.05099).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jaxrl_llm.models.cache import KVCache
 from jaxrl_llm.types import Array, Packed
 
-# The log-sum-exp over no keys at all: finite, so that differences of two such stay 0 and never become NaN.
+# The largest score of no keys at all: finite, so that differences of two such stay 0 and never become NaN.
 EMPTY = -1e30
 
 Window = Array | int | None  # int32 [], how many positions back a query sees, itself included; None: all
@@ -43,176 +43,6 @@ def visible(
     distance = q_pos[:, :, None] - kv_pos[:, None, :]
     seen = same & (kv_seg[:, None, :] != 0) & (distance >= 0)
     return seen if window is None else seen & (distance < window)
-
-
-def attend(
-    q: Array,
-    k: Array,
-    v: Array,
-    q_pos: Array,
-    kv_pos: Array,
-    q_seg: Array,
-    kv_seg: Array,
-    *,
-    scale: float,
-    q_prefix: Array | None = None,
-    window: Window = None,
-    softcap: float | None = None,
-) -> tuple[Array, Array]:
-    """softmax(scale · q kᵀ) v over the visible keys, and the log-sum-exp of the scores.
-
-    Args:
-      q: [B, T, H, D]; k, v: [B, S, KV, D] with H a multiple of KV (query heads share keys in order).
-      q_pos, q_seg, q_prefix: int32 [B, T]; kv_pos, kv_seg: int32 [B, S]. See `visible`.
-      window: how many positions back a query sees, itself included.
-      softcap: if given, scores become softcap · tanh(scores / softcap) before they are masked.
-
-    Returns:
-      out [B, T, H, D] in v's dtype (0 where nothing is visible) and lse [B, T, H] in at least float32 (`EMPTY` there).
-    """
-    chex.assert_rank([q, k, v], 4)
-    chex.assert_equal_shape([k, v])
-    batch, length, heads, size = q.shape
-    kv_heads = k.shape[2]
-    grouped = q.reshape(batch, length, kv_heads, heads // kv_heads, size)
-    accumulate = jnp.promote_types(q.dtype, jnp.float32)
-    scores = jnp.einsum("btkmd,bskd->bkmts", grouped, k, preferred_element_type=accumulate) * scale
-    if softcap is not None:
-        scores = softcap * jnp.tanh(scores / softcap)
-    seen = visible(q_pos, kv_pos, q_seg, kv_seg, q_prefix, window)[:, None, None]
-    scores = jnp.where(seen, scores, EMPTY)
-    # The maximum only keeps exp in range; no gradient flows through it.
-    top = jax.lax.stop_gradient(scores.max(-1, keepdims=True))
-    weights = jnp.where(seen, jnp.exp(scores - top), 0)
-    total = weights.sum(-1, keepdims=True)
-    any_seen = total > 0
-    safe_total = jnp.where(any_seen, total, 1)
-    out = jnp.einsum("bkmts,bskd->btkmd", (weights / safe_total).astype(v.dtype), v)
-    lse = jnp.where(any_seen, top + jnp.log(safe_total), EMPTY)[..., 0]
-    return out.reshape(q.shape), jnp.moveaxis(lse, -1, 1).reshape(batch, length, heads)
-
-
-def join(first: tuple[Array, Array], second: tuple[Array, Array]) -> tuple[Array, Array]:
-    """Attention over the union of two disjoint sets of keys, from the results over each."""
-    (out_1, lse_1), (out_2, lse_2) = first, second
-    lse = jnp.logaddexp(lse_1, lse_2)
-    weight_1, weight_2 = jnp.exp(lse_1 - lse)[..., None], jnp.exp(lse_2 - lse)[..., None]
-    return (weight_1 * out_1 + weight_2 * out_2).astype(out_1.dtype), lse
-
-
-def attend_blocks(
-    q: Array,
-    k: Array,
-    v: Array,
-    positions: Array,
-    mask: Array,
-    *,
-    blocks: tuple[int, int],
-    scale: float,
-    window: Window = None,
-    softcap: float | None = None,
-) -> Array:
-    """Attention in lines of a prompt and n responses to it, [B, P + n·R]: each response sees the prompt and itself.
-
-    Args:
-      q: [B, P + n·R, H, D]; k, v: [B, P + n·R, KV, D]
-      positions: int32 [B, P + n·R], those of a response go on where its prompt ends.
-      mask: int32 0/1 [B, P + n·R]
-      blocks: (P, n).
-      window, softcap: see `attend`.
-    """
-    width, n = blocks
-    how: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap}
-    lines = q.shape[0]
-    tokens = (q, k, v, positions, mask)
-    prompt, rest = tuple(x[:, :width] for x in tokens), tuple(x[:, width:] for x in tokens)
-    own = tuple(x.reshape(lines * n, -1, *x.shape[2:]) for x in rest)
-
-    def within(q: Array, k: Array, v: Array, where: Array, real: Array) -> tuple[Array, Array]:
-        return attend(q, k, v, where, where, real, real, **how)
-
-    of_prompt = attend(rest[0], prompt[1], prompt[2], rest[3], prompt[3], rest[4], prompt[4], **how)
-    of_own = tuple(x.reshape(lines, -1, *x.shape[2:]) for x in within(*own))
-    responses, _ = join(of_prompt, (of_own[0], of_own[1]))
-    return jnp.concatenate([within(*prompt)[0], responses], 1)
-
-
-CHUNKS_PER_REACH = 2  # more: fewer keys that nobody sees, and more copies of each
-
-
-def attend_packed(
-    q: Array,
-    k: Array,
-    v: Array,
-    positions: Array,
-    segments: Array,
-    *,
-    packed: Packed,
-    scale: float,
-    window: Window = None,
-    softcap: float | None = None,
-) -> Array:
-    """Attention in lines of a prompt and responses packed behind it, [B, P + S]: each sees the prompt and itself.
-
-    A token and what it sees of its own response lie less than `packed.reach` slots apart. So the slots are cut into
-    chunks, and of the slots' keys each chunk is given its own and those of the chunks before it that reach so far.
-
-    Args:
-      q: [B, P + S, H, D]; k, v: [B, P + S, KV, D]
-      positions: int32 [B, P + S], those of a response go on where its prompt ends.
-      segments: int32 [B, P + S], see `Model`.
-      window, softcap: see `attend`.
-    """
-    width = packed.prompt_width
-    how: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap}
-    tokens = (q, k, v, positions, segments)
-    prompt, slots = tuple(x[:, :width] for x in tokens), tuple(x[:, width:] for x in tokens)
-
-    def within(q: Array, k: Array, v: Array, where: Array, segment: Array) -> tuple[Array, Array]:
-        return attend(q, k, v, where, where, segment, segment, **how)
-
-    real = (slots[4] > 0).astype(jnp.int32)
-    of_prompt = attend(slots[0], prompt[1], prompt[2], slots[3], prompt[3], real, prompt[4], **how)
-    (lines, count), chunk = slots[4].shape, -(-packed.reach // CHUNKS_PER_REACH)
-    chunks, before = -(-count // chunk), -(-(packed.reach - 1) // chunk)  # chunks that each looks back at
-
-    def near(x: Array, before: int) -> Array:
-        """[B, S, …] -> [B · chunks, (before + 1) · chunk, …]"""
-        ends = ((0, 0), (before * chunk, chunks * chunk - count), *((0, 0),) * (x.ndim - 2))
-        cut = jnp.pad(x, ends).reshape(lines, before + chunks, chunk, *x.shape[2:])
-        joined = jnp.concatenate([cut[:, back : back + chunks] for back in range(before + 1)], 2)
-        return joined.reshape(lines * chunks, -1, *x.shape[2:])
-
-    if chunks <= before + 1:
-        of_own = within(*slots)
-    else:
-        queries, keys = tuple(near(x, 0) for x in slots), tuple(near(x, before) for x in slots)
-        found = attend(queries[0], keys[1], keys[2], queries[3], keys[3], queries[4], keys[4], **how)
-        out, lse = (x.reshape(lines, chunks * chunk, *x.shape[2:])[:, :count] for x in found)
-        of_own = out, lse
-    return jnp.concatenate([within(*prompt)[0], join(of_prompt, of_own)[0]], 1)
-
-
-def attend_lines(
-    q: Array,
-    k: Array,
-    v: Array,
-    positions: Array,
-    segments: Array,
-    *,
-    prefixes: Array | None = None,
-    blocks: tuple[int, int] | Packed | None = None,
-    scale: float,
-    window: Window = None,
-    softcap: float | None = None,
-) -> Array:
-    """Attention within lines [B, T] of any kind; `positions`, `segments`, `prefixes` and `blocks` as of `Model`."""
-    how: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap}
-    if isinstance(blocks, Packed):
-        return attend_packed(q, k, v, positions, segments, packed=blocks, **how)
-    if blocks is not None and blocks[1] > 0:
-        return attend_blocks(q, k, v, positions, segments, blocks=blocks, **how)
-    return attend(q, k, v, positions, positions, segments, segments, q_prefix=prefixes, **how)[0]
 
 
 class Partial(NamedTuple):
@@ -246,7 +76,10 @@ def attend_slots(q: Array, k: Array, v: Array, seen: Array, *, scale: float, sof
     if softcap is not None:
         scores = softcap * jnp.tanh(scores / softcap)
     where = seen[:, None, None]
-    top = jnp.where(where, scores, EMPTY).max(-1)
+    # What is not seen may be large: past exp's range, from which no gradient would come back but NaN.
+    scores = jnp.where(where, scores, EMPTY)
+    # The maximum only keeps exp in range; no gradient flows through it.
+    top = jax.lax.stop_gradient(scores.max(-1))
     weights = jnp.where(where, jnp.exp(scores - top[..., None]), 0)
     flat = weights.astype(v.dtype).reshape(batch, kv_heads, -1, slots)
     out = jnp.einsum("bkqs,bksd->bkqd", flat, v, preferred_element_type=accumulate)
@@ -268,6 +101,147 @@ def combine(first: Partial, second: Partial) -> Partial:
 def finish(part: Partial, dtype: Any) -> Array:
     """softmax · v, 0 where nothing was visible."""
     return (part.out / jnp.where(part.total > 0, part.total, 1)[..., None]).astype(dtype)
+
+
+def attend(
+    q: Array,
+    k: Array,
+    v: Array,
+    q_pos: Array,
+    kv_pos: Array,
+    q_seg: Array,
+    kv_seg: Array,
+    *,
+    scale: float,
+    q_prefix: Array | None = None,
+    window: Window = None,
+    softcap: float | None = None,
+) -> Partial:
+    """Attention over the visible keys.
+
+    Args:
+      q: [B, T, H, D]; k, v: [B, S, KV, D] with H a multiple of KV (query heads share keys in order).
+      q_pos, q_seg, q_prefix: int32 [B, T]; kv_pos, kv_seg: int32 [B, S]. See `visible`.
+      window: how many positions back a query sees, itself included.
+      softcap: if given, scores become softcap · tanh(scores / softcap) before they are masked.
+    """
+    chex.assert_rank([q, k, v], 4)
+    chex.assert_equal_shape([k, v])
+    seen = visible(q_pos, kv_pos, q_seg, kv_seg, q_prefix, window)
+    return attend_slots(q, jnp.moveaxis(k, 1, 3), jnp.swapaxes(v, 1, 2), seen, scale=scale, softcap=softcap)
+
+
+def attend_blocks(
+    q: Array,
+    k: Array,
+    v: Array,
+    positions: Array,
+    mask: Array,
+    *,
+    blocks: tuple[int, int],
+    scale: float,
+    window: Window = None,
+    softcap: float | None = None,
+) -> Array:
+    """Attention in lines of a prompt and n responses to it, [B, P + n·R]: each response sees the prompt and itself.
+
+    Args:
+      q: [B, P + n·R, H, D]; k, v: [B, P + n·R, KV, D]
+      positions: int32 [B, P + n·R], those of a response go on where its prompt ends.
+      mask: int32 0/1 [B, P + n·R]
+      blocks: (P, n).
+      window, softcap: see `attend`.
+    """
+    width, n = blocks
+    how: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap}
+    lines = q.shape[0]
+    tokens = (q, k, v, positions, mask)
+    prompt, rest = tuple(x[:, :width] for x in tokens), tuple(x[:, width:] for x in tokens)
+    own = tuple(x.reshape(lines * n, -1, *x.shape[2:]) for x in rest)
+
+    def within(q: Array, k: Array, v: Array, where: Array, real: Array) -> Partial:
+        return attend(q, k, v, where, where, real, real, **how)
+
+    of_prompt = attend(rest[0], prompt[1], prompt[2], rest[3], prompt[3], rest[4], prompt[4], **how)
+    of_own = Partial(*(x.reshape(lines, -1, *x.shape[2:]) for x in within(*own)))
+    return jnp.concatenate([finish(x, v.dtype) for x in (within(*prompt), combine(of_prompt, of_own))], 1)
+
+
+CHUNKS_PER_REACH = 2  # more: fewer keys that nobody sees, and more copies of each
+
+
+def attend_packed(
+    q: Array,
+    k: Array,
+    v: Array,
+    positions: Array,
+    segments: Array,
+    *,
+    packed: Packed,
+    scale: float,
+    window: Window = None,
+    softcap: float | None = None,
+) -> Array:
+    """Attention in lines of a prompt and responses packed behind it, [B, P + S]: each sees the prompt and itself.
+
+    A token and what it sees of its own response lie less than `packed.reach` slots apart. So the slots are cut into
+    chunks, and of the slots' keys each chunk is given its own and those of the chunks before it that reach so far.
+
+    Args:
+      q: [B, P + S, H, D]; k, v: [B, P + S, KV, D]
+      positions: int32 [B, P + S], those of a response go on where its prompt ends.
+      segments: int32 [B, P + S], see `Model`.
+      window, softcap: see `attend`.
+    """
+    width = packed.prompt_width
+    how: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap}
+    tokens = (q, k, v, positions, segments)
+    prompt, slots = tuple(x[:, :width] for x in tokens), tuple(x[:, width:] for x in tokens)
+
+    def within(q: Array, k: Array, v: Array, where: Array, segment: Array) -> Partial:
+        return attend(q, k, v, where, where, segment, segment, **how)
+
+    real = (slots[4] > 0).astype(jnp.int32)
+    of_prompt = attend(slots[0], prompt[1], prompt[2], slots[3], prompt[3], real, prompt[4], **how)
+    (lines, count), chunk = slots[4].shape, -(-packed.reach // CHUNKS_PER_REACH)
+    chunks, before = -(-count // chunk), -(-(packed.reach - 1) // chunk)  # chunks that each looks back at
+
+    def near(x: Array, before: int) -> Array:
+        """[B, S, …] -> [B · chunks, (before + 1) · chunk, …]"""
+        ends = ((0, 0), (before * chunk, chunks * chunk - count), *((0, 0),) * (x.ndim - 2))
+        cut = jnp.pad(x, ends).reshape(lines, before + chunks, chunk, *x.shape[2:])
+        joined = jnp.concatenate([cut[:, back : back + chunks] for back in range(before + 1)], 2)
+        return joined.reshape(lines * chunks, -1, *x.shape[2:])
+
+    if chunks <= before + 1:
+        of_own = within(*slots)
+    else:
+        queries, keys = tuple(near(x, 0) for x in slots), tuple(near(x, before) for x in slots)
+        found = attend(queries[0], keys[1], keys[2], queries[3], keys[3], queries[4], keys[4], **how)
+        of_own = Partial(*(x.reshape(lines, chunks * chunk, *x.shape[2:])[:, :count] for x in found))
+    return jnp.concatenate([finish(x, v.dtype) for x in (within(*prompt), combine(of_prompt, of_own))], 1)
+
+
+def attend_lines(
+    q: Array,
+    k: Array,
+    v: Array,
+    positions: Array,
+    segments: Array,
+    *,
+    prefixes: Array | None = None,
+    blocks: tuple[int, int] | Packed | None = None,
+    scale: float,
+    window: Window = None,
+    softcap: float | None = None,
+) -> Array:
+    """Attention within lines [B, T] of any kind; `positions`, `segments`, `prefixes` and `blocks` as of `Model`."""
+    how: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap}
+    if isinstance(blocks, Packed):
+        return attend_packed(q, k, v, positions, segments, packed=blocks, **how)
+    if blocks is not None and blocks[1] > 0:
+        return attend_blocks(q, k, v, positions, segments, blocks=blocks, **how)
+    return finish(attend(q, k, v, positions, positions, segments, segments, q_prefix=prefixes, **how), v.dtype)
 
 
 def attend_cached(
