@@ -96,7 +96,7 @@ def test_the_run_that_is_replayed_does_something(result: Callable[[str], Any], c
         for a, b in zip(jax.tree.leaves(before.params), jax.tree.leaves(now.params), strict=True):
             assert np.abs(a - b).max() > 1e-3
     assert 0 < metrics["critic/score/mean"] < 1 and metrics["actor/grad_norm"] > 0.01
-    assert metrics["actor/ppo_kl"] != 0
+    assert max(abs(found["actor/ppo_kl"]) for _, found, _ in after) > 1e-4  # the last rate is 0: nothing moves then
     if case == "grpo":
         assert metrics["actor/kl_loss"] > 1e-4
     else:
