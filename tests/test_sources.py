@@ -48,8 +48,8 @@ def written(path, content):
 @pytest.mark.parametrize(
     "name, content, message",
     [
-        ("a.jsonl", gzip.compress(b'{"prompt": "a"}'), "is compressed; unpack it first, as with: gunzip .*a.jsonl"),
-        ("a.jsonl.gz", gzip.compress(b"{}"), "a.jsonl.gz: is compressed; .*gunzip"),
+        ("a.jsonl", gzip.compress(b'{"prompt": "a"}', mtime=0), "is compressed; unpack it first, as with: gunzip .*a.jsonl"),
+        ("a.jsonl.gz", gzip.compress(b"{}", mtime=0), "a.jsonl.gz: is compressed; .*gunzip"),
         ("a.json.zst", b"anything", "is compressed; .*unzstd"),
         ("a.parquet", b"PK\x03\x04...", "is compressed; .*unzip"),
         ("a.jsonl", b"PAR1......PAR1", "is a Parquet file; its name must end in .parquet"),
