@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxrl_llm.accounting import Accounts
+from jaxrl_llm.ahead import AheadCollector
 from jaxrl_llm.collect import Collector, open_rewards, try_out
 from jaxrl_llm.compile_log import CompileLog, Report
 from jaxrl_llm.compiled import compile_step, step_programs
@@ -67,6 +68,7 @@ class RunStart:
         self._profiled, self._profile = profile, None
         self._mark: RunMark | None = None
         self._keeper, self._evaluator, self._peers = None, None, Peers.of_run()
+        self._ahead: AheadCollector | None = None
         with self._timers("start"):
             self._inputs = load_inputs(config, check=self._check_record)
             with self._closed_by_errors():
@@ -211,7 +213,7 @@ class RunStart:
         rewards = {"weights": tuple(inputs.rewards.weights.tolist()), "jax_rewards": inputs.rewards.jax_functions}
         self._phases = compile_step(program, self._state, abstract_like(prompts), **rewards, report=report)
         sampler, config = partial(make_sampler, self.config, inputs, layout, program.stops), self.config
-        self._collect = Collector(
+        collector = Collector(
             config,
             self._data,
             inputs.rewards,
@@ -222,6 +224,14 @@ class RunStart:
             vocab_size=program.actor_model.vocab_size,
             timers=self._timers,
         )
+        self._collect: Collector | AheadCollector = collector
+        if config.trainer.one_step_off_policy:
+            # A run that keeps checkpoints may be made longer, and is then to go on as the longer one would have.
+            longer = self._workdir is not None and config.trainer.save_interval > 0
+            ahead = AheadCollector(collector, self._data, until=None if longer else self.total_steps)
+            if self._keeper and self._keeper.ahead:
+                ahead.resume(self._keeper.ahead)
+            self._collect = self._ahead = ahead
         self._update_weights = self._phases.update_weights
         self._evaluator = self._make_evaluator(report)
 

@@ -70,7 +70,7 @@ class Stepped(NamedTuple):
     texts: list[str]  # B responses, as people see them
     scored: Scores | None  # None where nothing was scored
     lengths: Lengths
-    generated: tuple[Lengths, ...] = ()  # of each batch that was sampled for it
+    generated: tuple[Lengths, ...] = ()  # of each batch that was sampled in it
 
 
 class Run(RunStart):
@@ -91,7 +91,8 @@ class Run(RunStart):
         number = np.int32(self.step)
         with timer("update_weights") as wait:
             view = wait(phases.update_weights(program.policy(state)))
-        # The phases data, gen, gen_max and reward, more than once where prompts without spread are replaced.
+        # The phases data, gen, gen_max and reward, more than once where prompts without spread are replaced; for the
+        # next step and this one where responses are sampled a step ahead.
         collected = self._collect(view, self.step, self._cursor, self._curriculum)
         batch, given, scored = collected.batch, collected.given, collected.scored
         del view
@@ -180,7 +181,7 @@ class Run(RunStart):
                 metrics |= timing_metrics(
                     self._timers.seconds,
                     total_tokens=int(metrics["perf/total_num_tokens"]),
-                    response_tokens=int(metrics["perf/response_tokens"]),
+                    response_tokens=self._response_tokens(stepped),
                     n_devices=self._layout.mesh.size,
                 )
                 metrics |= self._accounting(stepped, metrics["perf/time_per_step"])
@@ -235,8 +236,15 @@ class Run(RunStart):
     def _save(self, metrics: Metrics, unfinished: Metrics | None = None, *, hold: bool = False) -> None:
         assert self._keeper is not None
         kept = self._state, self._cursor, self._curriculum
-        self._keeper.save(self.step, *kept, metrics, pending=unfinished, hold=hold)
+        ahead = self._ahead.kept() if self._ahead else None
+        self._keeper.save(self.step, *kept, metrics, pending=unfinished, ahead=ahead, hold=hold)
         self._tell_of_checkpoints()
+
+    def _response_tokens(self, stepped: Stepped) -> int:
+        """Of the responses that the phase gen has made: where it samples a step ahead, not of those learned from."""
+        if self._ahead is None:
+            return int(stepped.metrics["perf/response_tokens"])
+        return sum(int(lengths.response.sum()) for lengths in stepped.generated)
 
     def _accounting(self, stepped: Stepped, seconds: float) -> Metrics:
         """What the step computed, and what the devices and the host had to hold for it."""

@@ -107,8 +107,9 @@ ALLOWED: dict[str, set[str]] = {
     "health": {"config", "rewards", "types"},
     "resume": HOST | {"curriculum", "loading", "peers", "steps"},
     "input_notes": HOST | {"costs", "loading", "models", "steps"},
+    "ahead": HOST | {"collect", "curriculum", "lengths", "resume"},
     "run_start": HOST
-    | {"models", "steps", "loading", "compile_log", "compiled", "collect", "evaluation"}
+    | {"ahead", "models", "steps", "loading", "compile_log", "compiled", "collect", "evaluation"}
     | {"accounting", "peaks", "profiling"}
     | {"guard", "input_notes", "memory", "resume", "run_mark"}
     | {"peers", "reward_scorer", "samplers", "timers"},
