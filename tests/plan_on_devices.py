@@ -101,9 +101,10 @@ def measure(config: Config, shape: TransformerConfig, mesh: dict[str, int]) -> M
     step = compile_step(program, state, prompts, weights=(1.0,), jax_rewards={}, report=lambda text: None)
     programs = list(named_programs(step))
     shards, heads = layout.batch_shards, f"{shape.num_kv_heads // mesh['tensor']},{shape.head_dim}"
+    layers = f"{shape.num_layers}," if config.model.scan_layers else ""  # or each layer's by themselves
     shapes = [  # of keys, whose slots come last
-        f"f32[{shape.num_layers},{groups // shards},{heads},{r.prompt_length}]",
-        f"f32[{shape.num_layers},{groups * r.n // shards},{heads},{r.response_length}]",
+        f"f32[{layers}{groups // shards},{heads},{r.prompt_length}]",
+        f"f32[{layers}{groups * r.n // shards},{heads},{r.response_length}]",
     ]
     text = dict(programs)["gen"].executable.as_text() or ""
     there = all(wanted in text for wanted in shapes)

@@ -126,7 +126,9 @@ def find(tmp_path: Path) -> Iterator[Find]:
 
     def run(count: int, job: str, *, x64: bool = False) -> Any:
         command = [sys.executable, "-W", "error", "-m", "tests.on_devices", job, str(tmp_path / job)]
-        own, port = environment(count, JAX_ENABLE_X64=str(x64), JAXRL_LLM_LONG_TESTS=""), free_port()
+        # Every mesh for what is sampled; what is replayed is recorded once.
+        meshes = {"JAXRL_LLM_LONG_TESTS": "1" if job == "sample" else ""}
+        own, port = environment(count, JAX_ENABLE_X64=str(x64), **meshes), free_port()
         begun = []
         for index in range(count):
             peers = [f"localhost:{port}", str(count), str(index)] if count > 1 else []

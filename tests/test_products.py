@@ -27,3 +27,24 @@ def test_gradients_are_those_of_the_plain_product(rows: tuple[int, ...], width: 
     expected = jax.value_and_grad(loss, (1, 2))(plain, x, kernel)
     found = jax.value_and_grad(loss, (1, 2))(matmul_rows if by_rows else matmul, x, kernel)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-4), expected, found)
+
+
+@pytest.mark.parametrize("by_rows", [False, True])
+def test_products_of_bfloat16_are_summed_and_returned_in_float32(by_rows: bool) -> None:
+    x = jax.random.normal(jax.random.key(0), (3, 64), jnp.bfloat16)
+    kernel = jax.random.normal(jax.random.key(1), (5, 64) if by_rows else (64, 5), jnp.bfloat16)
+
+    def product(x: Any, kernel: Any) -> Any:
+        return matmul_rows(x, kernel) if by_rows else matmul(x, kernel, jnp.float32)
+
+    def plain(x: Any, kernel: Any) -> Any:
+        high = kernel.astype(jnp.float32)
+        return x.astype(jnp.float32) @ (high.T if by_rows else high)
+
+    found, expected = product(x, kernel), plain(x, kernel)
+    assert found.dtype == jnp.float32
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
+    gradients = [jax.grad(lambda x, k, f=f: jnp.sin(f(x, k)).sum(), (0, 1))(x, kernel) for f in (product, plain)]
+    for a, b in zip(*gradients, strict=True):
+        assert a.dtype == jnp.bfloat16
+        np.testing.assert_allclose(np.float32(a), np.float32(b), rtol=0.03, atol=0.05)

@@ -18,6 +18,7 @@ from jaxrl_llm.sources import open_source
 from tests import tokenizers_for_tests as made
 from tests.chat_families import families
 
+ZIPPED = gzip.compress(b'{"prompt": "a"}', mtime=0)
 TOKENIZER: Any = made.characters()
 OBJECT = st.dictionaries(st.text(max_size=3), st.text(max_size=5) | st.integers() | st.none())
 LINE = st.binary(max_size=12) | st.sampled_from([b'{"prompt": "a"}', b'{"prompt": ""}', b"[]", b"{}"])
@@ -48,8 +49,8 @@ def written(path, content):
 @pytest.mark.parametrize(
     "name, content, message",
     [
-        ("a.jsonl", gzip.compress(b'{"prompt": "a"}'), "is compressed; unpack it first, as with: gunzip .*a.jsonl"),
-        ("a.jsonl.gz", gzip.compress(b"{}"), "a.jsonl.gz: is compressed; .*gunzip"),
+        ("a.jsonl", ZIPPED, "is compressed; unpack it first, as with: gunzip .*a.jsonl"),
+        ("a.jsonl.gz", ZIPPED, "a.jsonl.gz: is compressed; .*gunzip"),
         ("a.json.zst", b"anything", "is compressed; .*unzstd"),
         ("a.parquet", b"PK\x03\x04...", "is compressed; .*unzip"),
         ("a.jsonl", b"PAR1......PAR1", "is a Parquet file; its name must end in .parquet"),

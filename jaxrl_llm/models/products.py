@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,23 +12,25 @@ import jax.numpy as jnp
 from jaxrl_llm.types import Array
 
 
-@jax.custom_vjp
-def matmul(x: Array, kernel: Array) -> Array:
-    """x [..., D] @ kernel [D, F], of one dtype.
+@partial(jax.custom_vjp, nondiff_argnums=(2,))
+def matmul(x: Array, kernel: Array, dtype: Any = None) -> Array:
+    """x [..., D] @ kernel [D, F], of one dtype; the result in `dtype`, theirs if that is None.
 
     The kernel's gradient is xᵀ g or (gᵀ x)ᵀ, whichever turns the narrower of the two around: on a CPU that is a copy,
     with all the element-wise work in it that the array comes of. Differentiation by itself would always choose the
     second.
     """
-    return x @ kernel
+    return jnp.matmul(x, kernel, preferred_element_type=dtype)
 
 
-def _forward(x: Array, kernel: Array) -> tuple[Array, tuple[Array, Array]]:
-    return x @ kernel, (x, kernel)
+def _forward(x: Array, kernel: Array, dtype: Any) -> tuple[Array, tuple[Array, Array]]:
+    return matmul(x, kernel, dtype), (x, kernel)
 
 
-def _backward(kept: tuple[Array, Array], g: Array) -> tuple[Array, Array]:
+def _backward(dtype: Any, kept: tuple[Array, Array], g: Array) -> tuple[Array, Array]:
+    del dtype
     x, kernel = kept
+    g = g.astype(x.dtype)
     rows = tuple(range(x.ndim - 1))
     both = (rows, rows), ((), ())
     narrow = x.shape[-1] <= g.shape[-1]

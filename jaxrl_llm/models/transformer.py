@@ -342,9 +342,8 @@ def _logits(config: TransformerConfig, params: Params, hidden: Array) -> Array:
     if config.tie_embeddings:
         logits = matmul_rows(hidden, params["embed"].astype(hidden.dtype))
     else:
-        accumulate = jnp.promote_types(hidden.dtype, jnp.float32)
         head = params["lm_head"].astype(hidden.dtype)
-        logits = jnp.einsum("...d,dv->...v", hidden, head, preferred_element_type=accumulate)
+        logits = matmul(hidden, head, jnp.promote_types(hidden.dtype, jnp.float32))
     if config.logit_softcap is not None:
         logits = config.logit_softcap * jnp.tanh(logits / config.logit_softcap)
     if config.real_vocab_size == config.vocab_size:
