@@ -329,6 +329,10 @@ def _trainer() -> dict:
         "keep_best": True,  # of the steps that are saved and evaluated, the one with the highest best_metric stays too
         # A metric's name, as in metrics.jsonl; "": the mean of val-core/SET/reward/mean@N over the held-out sets.
         "best_metric": "",
+        # True: a step samples the responses of the next one first, whose slow rewards are worked out while the step
+        # updates (docs/speed.md). They are of a policy one step old then, and algorithm.rollout_correction must correct
+        # for that: bypass, or rollout_is.
+        "one_step_off_policy": False,
         "export": False,  # write the policy to model/ in the run's folder at the end, as jaxrl_llm.export does
         "max_skipped_updates": 5,  # non-finite updates in a row after which the run is aborted
         # Seconds; a phase (also: to start, to compile a program) that takes longer is taken to be stuck: the command

@@ -73,7 +73,8 @@ class Accounts:
 
         Args:
           lengths: of the batch that is scored and learned from.
-          generated: of each batch that was sampled for it; more than one where prompts were replaced.
+          generated: of each batch that was sampled in the step; several where prompts were replaced, the next step's
+            where responses are sampled a step ahead.
         """
         actor, critic, config = self.actor, self.critic, self.config
         passed = _tokens(lengths, self.scores)

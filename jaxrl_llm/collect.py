@@ -44,6 +44,17 @@ class Collected:
     curriculum: Curriculum | None = None  # as it is after this step
 
 
+@dataclasses.dataclass(frozen=True)
+class Underway:
+    """Prompts whose responses are sampled and are being scored."""
+
+    given: PromptBatch
+    sampled: Sampled
+    pending: Sequence[Callable[[], Scores]]  # of each part, called, waits for its scores
+    greedy: Sampled | None = None  # a response to each prompt, where the estimator wants them
+    greedy_pending: Sequence[Callable[[], Scores]] = ()
+
+
 class Collector:
     """Samples and scores the prompts of a step."""
 
@@ -77,17 +88,14 @@ class Collector:
         learned, generated = curriculum, []
         while good < count and batches < settings.max_num_gen_batches:
             batches += 1
-            with self._timers("data"):
-                given = self._draw(cursor, learned)
-            cursor = given.cursor
-            new = self._sample(view, given, step)
-            if learned is not None:
-                learned = learned.learn(given.indices, self.success(new))
+            underway = self.begin(view, step, cursor, learned)
+            cursor = underway.given.cursor
+            new = self.finish(underway)
+            learned = self.learn(learned, new)
             generated.append(new.lengths)
             sampled, failed = sampled + len(new.scored.valid), failed + new.scored.num_failed
             if not settings.enable:
-                metrics, made = _metrics(new, learned), tuple(generated)
-                return dataclasses.replace(new, metrics=metrics, curriculum=learned, generated=made)
+                return self.told(new, learned, tuple(generated))
             with self._timers("reward") as wait:
                 spread = self._groups_with_spread(new)
                 found = len(spread)
@@ -112,6 +120,15 @@ class Collector:
         made = tuple(generated)
         return dataclasses.replace(kept, given=given, metrics=metrics, curriculum=learned, generated=made)
 
+    def learn(self, curriculum: Curriculum | None, collected: Collected) -> Curriculum | None:
+        """The curriculum, if there is one, with what these responses say of their prompts."""
+        return curriculum and curriculum.learn(collected.given.indices, self.success(collected))
+
+    def told(self, collected: Collected, curriculum: Curriculum | None, generated: tuple[Lengths, ...]) -> Collected:
+        """A batch with what its step is told of: the curriculum after it, and what was sampled in it."""
+        metrics = _metrics(collected, curriculum)
+        return dataclasses.replace(collected, metrics=metrics, curriculum=curriculum, generated=generated)
+
     def success(self, collected: Collected) -> list[float]:
         """How right the responses to each prompt are, by the curriculum's metric: means in [0, 1], NaN of none.
 
@@ -133,8 +150,12 @@ class Collector:
             return self._data.batch(cursor, count)
         return self._data.take(curriculum.draw(cursor, count), cursor)
 
-    def _sample(self, view: Params, given: PromptBatch, step: int) -> Collected:
-        phases, timer, parts = self._phases, self._timers, given.split(self._config.rollout.parts)
+    def begin(self, view: Params, step: int, cursor: int, curriculum: Curriculum | None) -> Underway:
+        """The phases data, gen and gen_max, and the beginning of reward."""
+        phases, timer = self._phases, self._timers
+        with timer("data"):
+            given = self._draw(cursor, curriculum)
+            parts = given.split(self._config.rollout.parts)
         with timer("gen") as wait:
             started = [self._sampler.start(view, part, step) for part in parts]
             pieces, pending = [], []
@@ -143,20 +164,54 @@ class Collector:
                 pending.append(start_scoring(self._rewards, part, pieces[-1]))
             sampled = join_sampled(phases.join, pieces)
             wait(sampled.batch)
-        greedy, greedy_failures = None, []
-        if self._greedy_sampler and phases.reward_max:
-            with timer("gen_max"):
-                best = [self._greedy_sampler(view, part, step) for part in parts]
-            with timer("reward"):
-                scored = [start_scoring(self._rewards, part, piece)() for part, piece in zip(parts, best, strict=True)]
-                whole = join_sampled(phases.join_max, best)
-                greedy, scored, _ = self._write(phases.reward_max, whole, scored, None)
+        if self._greedy_sampler is None:
+            return Underway(given, sampled, pending)
+        with timer("gen_max") as wait:
+            best = [self._greedy_sampler(view, part, step) for part in parts]
+            scoring = [start_scoring(self._rewards, part, piece) for part, piece in zip(parts, best, strict=True)]
+            greedy = join_sampled(phases.join_max, best)
+            wait(greedy.batch)
+        return Underway(given, sampled, pending, greedy, scoring)
+
+    def again(self, given: PromptBatch, written: Mapping[str, Mapping[str, Any]]) -> Underway:
+        """What `begin` returned, of which a checkpoint had kept the responses: they are scored anew.
+
+        Args:
+          written: phase -> the evidence that it wrote, by field.
+        """
+
+        def read(sampler: Sampler, phase: str) -> tuple[Sampled, list[Callable[[], Scores]]]:
+            prompts = self._layout.put_rows(given.prompts)
+            known = {
+                name: getattr(prompts, name) for name in ("prompts", "prompt_mask", "prompt_valid", "record_arrays")
+            }
+            sampled = sampler.read(Batch(**known, **written[phase]))
+            parts = given.split(self._config.rollout.parts)
+            size = len(sampled.texts) // len(parts)
+            texts = [sampled.texts[i * size : (i + 1) * size] for i in range(len(parts))]
+            pieces = [dataclasses.replace(sampled, texts=own) for own in texts]
+            return sampled, [start_scoring(self._rewards, *both) for both in zip(parts, pieces, strict=True)]
+
+        underway = Underway(given, *read(self._sampler, "gen"))
+        if self._greedy_sampler is None:
+            return underway
+        greedy, pending = read(self._greedy_sampler, "gen_max")
+        return dataclasses.replace(underway, greedy=greedy, greedy_pending=pending)
+
+    def finish(self, underway: Underway) -> Collected:
+        """The rest of the phase reward."""
+        phases, greedy, greedy_failures = self._phases, None, []
+        if underway.greedy and phases.reward_max:
+            with self._timers("reward"):
+                scored = [finish() for finish in underway.greedy_pending]
+                greedy, scored, _ = self._write(phases.reward_max, underway.greedy, scored, None)
                 greedy_failures = [f"greedy response, {failure}" for failure in scored.failures]
-        with timer("reward") as wait:
-            batch, scored, lengths = self._write(phases.reward, sampled, [finish() for finish in pending], greedy)
+        with self._timers("reward") as wait:
+            scored = [finish() for finish in underway.pending]
+            batch, scored, lengths = self._write(phases.reward, underway.sampled, scored, greedy)
             wait(batch)
             scored = dataclasses.replace(scored, failures=[*scored.failures, *greedy_failures])
-        return Collected(batch, given, sampled, scored, lengths)
+        return Collected(batch, underway.given, underway.sampled, scored, lengths)
 
     def _write(
         self, reward: Compiled, sampled: Sampled, scored: Sequence[Scores], greedy: Batch | None

@@ -272,6 +272,7 @@ class Trainer:
     best_metric: str
     export: bool
     max_skipped_updates: Positive
+    one_step_off_policy: bool
     phase_timeout: NotNegative
     compilation_cache: str
     device_tflops: DeviceTflops

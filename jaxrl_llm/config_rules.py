@@ -32,6 +32,7 @@ def broken_rules(config: Config) -> list[Broken]:
         _estimator,
         _loss,
         _correction,
+        _off_policy,
         _adaptive_kl,
         _reference,
         _frozen,
@@ -76,6 +77,11 @@ def notices(config: Config) -> list[str]:
         found.append(
             f"{', '.join(truncated)}: the sampler leaves out tokens that the loss's softmax counts, so the gradient is "
             "of another policy than the one sampled; algorithm.rollout_correction corrects for it"
+        )
+    if config.trainer.one_step_off_policy and (not config.reward.functions or config.reward.num_workers == 0):
+        found.append(
+            "config.trainer.one_step_off_policy = True: hides rewards that workers work out, and there are none "
+            "(config.reward.functions, config.reward.num_workers): responses are a step old for nothing"
         )
     if config.model.param_dtype == "bfloat16":
         found.append(
@@ -235,6 +241,29 @@ def _correction(config: Config) -> Iterator[Broken]:
             rs_bounds(correction.rollout_rs, correction.rollout_rs_threshold)
         except ValueError as error:
             yield Broken((f"{section}.rollout_rs", f"{section}.rollout_rs_threshold"), str(error))
+
+
+def _off_policy(config: Config) -> Iterator[Broken]:
+    key, section, algorithm = "trainer.one_step_off_policy", "algorithm.rollout_correction", config.algorithm
+    if not config.trainer.one_step_off_policy:
+        return
+    correction = algorithm.rollout_correction
+    if not correction.bypass and correction.rollout_is == "none":
+        keys = (key, f"{section}.bypass", f"{section}.rollout_is")
+        yield Broken(
+            keys,
+            "responses are of a policy one step old, and nothing corrects for it; set bypass to True (the ratio is "
+            "then to the policy that sampled) or rollout_is to token or sequence (the loss is weighed)",
+        )
+    if correction.bypass and config.actor.policy_loss == "gpg":
+        keys = (key, f"{section}.bypass", "actor.policy_loss")
+        yield Broken(keys, "this loss has no ratio that could correct for an older policy; set rollout_is instead")
+    if algorithm.filter_groups.enable:
+        keys = (key, "algorithm.filter_groups.enable")
+        yield Broken(keys, "the prompts that replace others could not be sampled a step ahead; leave one of them out")
+    if config.rollout.multi_turn.environment:
+        keys = (key, "rollout.multi_turn.environment")
+        yield Broken(keys, "turns would wait for workers that are busy with the rewards before; leave one of them out")
 
 
 def _adaptive_kl(config: Config) -> Iterator[Broken]:

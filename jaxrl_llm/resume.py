@@ -8,7 +8,10 @@ import math
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
 
 from jaxrl_llm.checkpoint import CHECKSUMS, Checkpoints
 from jaxrl_llm.config import Config, from_json, resume_differences, to_json
@@ -32,6 +35,14 @@ class Best:
     score: float
 
 
+class SampledAhead(NamedTuple):
+    """What was sampled for the step after a checkpoint's, see ahead.py."""
+
+    cursor: int  # of its prompts
+    indices: list[int]  # G, of its prompts in the data
+    written: Mapping[str, Mapping[str, Any]]  # phase -> the evidence that it wrote, by field
+
+
 class Keeper:
     """The checkpoints of a run, of one without a folder none."""
 
@@ -50,6 +61,7 @@ class Keeper:
         self.step: int | None = None  # that the run goes on from; None: it starts
         # The metrics of that step, whose evaluation is still to be made: a signal came, and its time was for saving.
         self.pending: dict[str, float] | None = None
+        self.ahead: SampledAhead | None = None  # that the step after it begins with
         self.best: Best | None = None
         self._checkpoints, self._saved = None, set[int]()
         self._data: dict[str, Any] = {}  # by which the training data is known again
@@ -76,7 +88,11 @@ class Keeper:
         self._data = inputs.train.fingerprint if inputs.train and self._checkpoints else {}
         if self._checkpoints is None or self.step is None:
             return initial_state(program, inputs), 0, curriculum
-        state, meta = self._checkpoints.restore(abstract_state(program), self.step)
+        target = abstract_state(program)
+        if held := any(name.startswith("ahead.") for name in self._checkpoints.leaves(self.step)):
+            target = target.replace(ahead=_abstract_ahead(program))
+        state, meta = self._checkpoints.restore(target, self.step)
+        cursor = int(meta["cursor"])
         if curriculum is not None:
             try:
                 curriculum = curriculum.with_json(meta["curriculum"])
@@ -90,11 +106,15 @@ class Keeper:
                 f"notice: the training data (or the tokenizer) is not what it was at step {self.step}: {how}; the run "
                 "goes on with it, but not as it would have"
             )
+            if held:  # its prompts may not be there any more
+                held, cursor = False, int(meta["ahead"]["cursor"])
+        if held and state.ahead is not None:
+            self.ahead = SampledAhead(**meta["ahead"], written=state.ahead)
         if pending := meta.get("pending"):
             self.pending = {name: math.nan if value is None else value for name, value in pending.items()}
         if (best := meta.get("best")) and best["metric"] == self.config.trainer.best_metric:
             self.best = Best(**best)
-        return state.replace(base=frozen_base(program, inputs)), int(meta["cursor"]), curriculum
+        return state.replace(base=frozen_base(program, inputs), ahead=None), cursor, curriculum
 
     def save(
         self,
@@ -105,6 +125,7 @@ class Keeper:
         metrics: Mapping[str, float],
         *,
         pending: Mapping[str, float] | None = None,
+        ahead: SampledAhead | None = None,
         hold: bool = False,
     ) -> None:
         """Begins to save a step, if it is not saved yet (`Checkpoints.save`, which see for `hold`).
@@ -112,6 +133,7 @@ class Keeper:
         Args:
           metrics: of the step, by which the best one is found.
           pending: these, where the step is still to be evaluated.
+          ahead: what is sampled for the next step.
         """
         if self._checkpoints is None or step in self._saved:
             return
@@ -124,9 +146,12 @@ class Keeper:
             meta["pending"] = {name: value if math.isfinite(value) else None for name, value in pending.items()}
         if self.best:
             meta["best"] = dataclasses.asdict(self.best)
+        state = state.replace(base=None)  # what the model's folder has need not be kept again
+        if ahead is not None:
+            state = state.replace(ahead=ahead.written)
+            meta["ahead"] = {"cursor": ahead.cursor, "indices": ahead.indices}
         spare = (self.best.step,) if self.best and self.config.trainer.keep_best else ()
-        # What the model's folder has need not be kept again.
-        self._checkpoints.save(step, state.replace(base=None), meta, spare=spare, hold=hold)
+        self._checkpoints.save(step, state, meta, spare=spare, hold=hold)
 
     def consider(self, step: int, metrics: Mapping[str, float]) -> None:
         """Takes a saved step for the best one if its score is the highest."""
@@ -205,6 +230,26 @@ def _saved_config(checkpoints: Checkpoints) -> Config | None:
         with contextlib.suppress(StorageError, KeyError, UserError):
             return from_json(checkpoints.read_meta(step)["config"])
     return None
+
+
+def _abstract_ahead(program: Program) -> dict[str, dict[str, jax.ShapeDtypeStruct]]:
+    """The shapes, dtypes and shardings of what a checkpoint holds of a `SampledAhead`."""
+    config, rows = program.config, program.layout.rows
+
+    def written(n: int) -> dict[str, jax.ShapeDtypeStruct]:
+        row = (config.data.train_batch_size * n,)
+        frame = (*row, config.rollout.response_length)
+        kinds: dict[str, tuple[tuple[int, ...], Any]] = {
+            "uid": (row, np.int32),
+            "responses": (frame, np.int32),
+            "response_mask": (frame, np.bool_),
+            "response_length": (row, np.int32),
+            "rollout_log_probs": (frame, np.float32),
+            "finish_reason": (row, np.int32),
+        }
+        return {name: jax.ShapeDtypeStruct(*kind, sharding=rows) for name, kind in kinds.items()}
+
+    return {"gen": written(config.rollout.n)} | ({"gen_max": written(1)} if program.gen_max else {})
 
 
 def _new_curriculum(config: Config, inputs: Inputs) -> Curriculum | None:

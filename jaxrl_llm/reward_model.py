@@ -245,11 +245,10 @@ class RewardModelRun(SupervisedRun):
     def _batch(self, given: PromptBatch) -> Batch:
         return self._pairs.batch(given)
 
-    def _make_evaluator(self, update_weights: Compiled, report: Report) -> Any:
-        self._update_weights = update_weights
+    def _make_evaluator(self, report: Report) -> PairEvaluator | None:
         if self._inputs.held_out is None:
             return None
-        model, view = self._program.actor_model, update_weights.out
+        model, view = self._program.actor_model, self._update_weights.out
         return make_pair_evaluator(self.config, self._inputs, self._layout, model, view, report)
 
 

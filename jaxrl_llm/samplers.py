@@ -106,7 +106,11 @@ class Sampler:
         if isinstance(self._compiled, CompiledTurns):
             return lambda: self._converse(view, given, prompts, number)
         batch = self._compiled(view, prompts, self._stops, number)
-        return lambda: Sampled(batch, response_texts(batch, self._tokenizer, self._stops, self._stop))
+        return lambda: self.read(batch)
+
+    def read(self, batch: Batch) -> Sampled:
+        """A sampled batch, of one turn, with its responses as texts."""
+        return Sampled(batch, response_texts(batch, self._tokenizer, self._stops, self._stop))
 
     def __call__(self, view: Params, given: PromptBatch, step: int) -> Sampled:
         return self.start(view, given, step)()

@@ -13,7 +13,7 @@ from jaxrl_llm.compile_log import Report
 from jaxrl_llm.compiled import Compiled, CompiledTraining, compile_training
 from jaxrl_llm.data import PromptBatch
 from jaxrl_llm.errors import exit_code, say
-from jaxrl_llm.evaluation import Evaluators, evaluation_programs
+from jaxrl_llm.evaluation import evaluation_programs
 from jaxrl_llm.guard import run_guarded
 from jaxrl_llm.lengths import Lengths
 from jaxrl_llm.loading import Inputs
@@ -37,9 +37,6 @@ class SupervisedRun(Run):
     def _programs(self) -> int:
         return 2 + (evaluation_programs(self.config) if self._inputs.held_out else 0)
 
-    def _make_evaluator(self, update_weights: Compiled, report: Report) -> Evaluators | None:
-        return self._compile_evaluator(update_weights, report)
-
     def _try_out(self) -> None:
         self._batch(self._data.batch(0, self.config.data.train_batch_size))
 
@@ -58,8 +55,9 @@ class SupervisedRun(Run):
             consumer=ACTOR,
             report=report,
         )
-        view = Compiled("update_weights", program.update_weights, program.policy(state), report=report)
-        self._evaluator = self._make_evaluator(view, report)
+        policy = program.policy(state)
+        self._update_weights = Compiled("update_weights", program.update_weights, policy, report=report)
+        self._evaluator = self._make_evaluator(report)
 
     def _step(self) -> Stepped:
         timer, number = self._timers, np.int32(self.step)

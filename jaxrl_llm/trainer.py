@@ -1,55 +1,39 @@
 """Training: `fit(config)` yields (metrics, batch) once a step. The step below reads like the table of phases.
 
-Everything impure is here: data, host rewards, clocks, logs, checkpoints. The phases themselves are pure (steps/) and
-compiled before the first step (compiled.py).
+Everything impure is here and in what comes before the first step (run_start.py): data, host rewards, clocks, logs,
+checkpoints. The phases themselves are pure (steps/) and compiled by then (compiled.py).
 """
 
 from __future__ import annotations
 
-import contextlib
 import shutil
-import warnings
-from collections.abc import Iterator, Mapping
-from functools import partial
+from collections.abc import Iterator
 from pathlib import Path
-from types import TracebackType
 from typing import Any, NamedTuple, Self
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
-from jaxrl_llm.accounting import Accounts, accounting_metrics
-from jaxrl_llm.collect import Collector, open_rewards, try_out
-from jaxrl_llm.compile_log import CompileLog, Report
-from jaxrl_llm.compiled import Compiled, CompiledTraining, compile_step, step_programs
+from jaxrl_llm.accounting import accounting_metrics
+from jaxrl_llm.compiled import CompiledTraining
 from jaxrl_llm.config import Config
 from jaxrl_llm.data import PromptBatch
-from jaxrl_llm.errors import OutOfMemory, RunAborted, StorageError, TryAgain, is_out_of_memory
-from jaxrl_llm.evaluation import Evaluators, evaluation_programs, make_evaluators
+from jaxrl_llm.errors import RunAborted, TryAgain
 from jaxrl_llm.guard import Guard
 from jaxrl_llm.health import why_stop
-from jaxrl_llm.input_notes import input_notes
 from jaxrl_llm.lengths import Lengths
-from jaxrl_llm.loading import Inputs, build_program, load_inputs, make_layout, ordinary_policy
-from jaxrl_llm.memory import explain, memory_metrics, tell_of_killed
+from jaxrl_llm.loading import ordinary_policy
+from jaxrl_llm.memory import memory_metrics
 from jaxrl_llm.metrics import extras_metrics, timing_metrics
 from jaxrl_llm.models.hf_export import export_policy
-from jaxrl_llm.order import epoch_steps
-from jaxrl_llm.peaks import peak_flops
-from jaxrl_llm.peers import Peers
-from jaxrl_llm.profiling import Profile, Steps
-from jaxrl_llm.resume import Keeper
-from jaxrl_llm.reward_scorer import RewardScorer, make_scorer
+from jaxrl_llm.profiling import Steps
 from jaxrl_llm.rewards import Scores
-from jaxrl_llm.run_mark import RunMark, hold
-from jaxrl_llm.samplers import make_sampler
+from jaxrl_llm.run_start import RunStart
 from jaxrl_llm.samples import rollout_rows, sample_rows
-from jaxrl_llm.sharding import abstract_like, fetch
-from jaxrl_llm.steps.phases import Program, cascade
-from jaxrl_llm.timers import Timers, host_metrics
-from jaxrl_llm.types import Batch, RunState
-from jaxrl_llm.writers import MODEL, RunWriter, SilentWriter, check_loggers, check_workdir, machine_facts, storage
+from jaxrl_llm.sharding import fetch
+from jaxrl_llm.timers import host_metrics
+from jaxrl_llm.types import Batch
+from jaxrl_llm.writers import MODEL, storage
 
 Metrics = dict[str, float]
 
@@ -86,94 +70,19 @@ class Stepped(NamedTuple):
     texts: list[str]  # B responses, as people see them
     scored: Scores | None  # None where nothing was scored
     lengths: Lengths
-    generated: tuple[Lengths, ...] = ()  # of each batch that was sampled for it
+    generated: tuple[Lengths, ...] = ()  # of each batch that was sampled in it
 
 
-class Run:
+class Run(RunStart):
     """One training run: an iterator of (metrics, batch), one a step, that holds the live state.
 
     Closing it, or leaving the loop early, leaves the state after the last step, which `state()` copies.
     """
 
-    def __init__(
-        self,
-        config: Config,
-        workdir: str | Path | None = None,
-        *,
-        strict_resume: bool = False,
-        guard: Guard | None = None,
-        profile: Steps | None = None,
-    ) -> None:
+    def __init__(self, config: Config, workdir: str | Path | None = None, **how: Any) -> None:
         """As `fit`."""
-        check_loggers(config)
-        self.config, self._guard = config, guard or Guard()
-        self._timers = Timers(self._guard.watchdog)
-        self._workdir = None if workdir is None else Path(workdir)
-        check_workdir(config, self._workdir)
-        self._writer: RunWriter | None = None
-        self._profiled, self._profile = profile, None
-        self._mark: RunMark | None = None
-        self._keeper, self._evaluator, self._peers = None, None, Peers.of_run()
-        with self._timers("start"):
-            self._inputs = load_inputs(config, check=self._check_record)
-            with self._closed_by_errors():
-                self._start(workdir, strict_resume)
+        super().__init__(config, workdir, **how)
         self._steps = self._run()
-
-    def _start(self, workdir: str | Path | None, strict_resume: bool) -> None:
-        """All that comes before the first step. The rewards' workers start up while models are read."""
-        config = self.config
-        self._inputs = self._open_rewards()
-        assert self._inputs.train is not None
-        self._data = self._inputs.train
-        epochs = epoch_steps(len(self._data), config.data.train_batch_size, config.trainer.epochs)
-        self.total_steps = epochs if config.trainer.epochs else config.trainer.steps
-        self._layout = make_layout(config)
-        self._scorer, self._inputs = self._make_scorer()
-        self._program = self._make_program()
-        self._try_out()
-        self._mark = hold(self._workdir, self._peers)
-        self._keeper = keeper = Keeper(config, self._workdir, strict=strict_resume)
-        self._state, self._cursor, self._curriculum = keeper.restore(self._program, self._inputs)
-        try_out(self._inputs)
-        if self._scorer:
-            self._scorer.load()
-        self.step = int(self._state.step)
-        # Opened last: a start that fails leaves the folder as it was.
-        if workdir:
-            self._peers.share(None)  # nobody writes before everybody has read what the folder holds
-            given: dict[str, Any] = {
-                "total_steps": self.total_steps,
-                "resumed_step": -1 if keeper.step is None else keeper.step,
-                "unfinished": keeper.pending is not None,
-                "machine": machine_facts(),
-            }
-            silent = SilentWriter(config, self.total_steps)
-            self._writer = RunWriter(workdir, config, **given) if self._peers.first else silent
-            self._guard.watchdog.tell = self._stuck
-            self._mark = hold(self._workdir, self._peers, self._mark)
-            if mark := self._mark:
-                self._timers.entered = lambda phase: mark.at(self.step, phase)
-                if mark.killed:
-                    self._note(f"notice: {tell_of_killed(config, mark.killed)}")
-            if self._profiled and self._peers.first and self.step < self.total_steps:
-                where = {"step": self.step, "total": self.total_steps, "note": self._note}
-                self._profile = Profile(self._profiled, Path(workdir), **where)
-        self._told_of_failures = False
-        self._note_inputs()
-        self._tell_of_checkpoints()
-        if self.step < self.total_steps:
-            with (
-                self._timers("compile"),
-                CompileLog(self._busy, self._note, expected=self._programs()) as report,
-            ):
-                if self._scorer:
-                    self._scorer.compile(report)
-                self._compile(report)
-            self._accounts = self._make_accounts()
-            self._peak = peak_flops(config.trainer.device_tflops, config.model.dtype)
-        else:
-            self._note(f"nothing is left to do: step {self.step} of {self.total_steps} is done (trainer.steps)")
 
     # The step
 
@@ -182,7 +91,8 @@ class Run:
         number = np.int32(self.step)
         with timer("update_weights") as wait:
             view = wait(phases.update_weights(program.policy(state)))
-        # The phases data, gen, gen_max and reward, more than once where prompts without spread are replaced.
+        # The phases data, gen, gen_max and reward, more than once where prompts without spread are replaced; for the
+        # next step and this one where responses are sampled a step ahead.
         collected = self._collect(view, self.step, self._cursor, self._curriculum)
         batch, given, scored = collected.batch, collected.given, collected.scored
         del view
@@ -271,7 +181,7 @@ class Run:
                 metrics |= timing_metrics(
                     self._timers.seconds,
                     total_tokens=int(metrics["perf/total_num_tokens"]),
-                    response_tokens=int(metrics["perf/response_tokens"]),
+                    response_tokens=self._response_tokens(stepped),
                     n_devices=self._layout.mesh.size,
                 )
                 metrics |= self._accounting(stepped, metrics["perf/time_per_step"])
@@ -315,128 +225,26 @@ class Run:
         self._keeper.consider(self.step, evaluated)
         return metrics | evaluated
 
-    @contextlib.contextmanager
-    def _closed_by_errors(self) -> Iterator[None]:
-        """Whatever ends the run closes it; where memory ran out, the error says what needed it."""
-        try:
-            yield
-        except BaseException as error:
-            ended = error
-            if is_out_of_memory(error):
-                ended = OutOfMemory(explain(self.config, self._timers.phase, error))
-            self.close(ended)
-            if ended is error:
-                raise
-            raise ended from error
-
     def __iter__(self) -> Self:
         return self
 
     def __next__(self) -> tuple[Metrics, Batch]:
         return next(self._steps)
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close(error)
-
-    def close(self, error: BaseException | None = None) -> None:
-        """Ends the rewards' workers, waits for a checkpoint that is being written, and closes the run's files, which
-        say how it ended (by `error`, if there was one); the state stays.
-
-        Raises:
-          StorageError: the checkpoint could not be written, and there was no other error.
-        """
-        self._inputs.rewards.close()
-        if self._profile:
-            self._profile.close()
-        failed = None
-        with self._guard.watchdog.phase("close"):
-            try:
-                if self._keeper:
-                    self._keeper.close()
-            except (StorageError, OutOfMemory) as failure:
-                failed = failure
-                if error is not None:
-                    self._note(str(failure))
-            if self._writer:
-                writer, self._writer = self._writer, None
-                writer.close(error or failed)
-            if self._mark:
-                self._mark.close()
-        if failed and error is None:
-            raise failed
-
-    def state(self) -> RunState:
-        """A copy of the state after the last whole step (the live one's buffers are donated to the next)."""
-        return jax.tree.map(jnp.copy, self._state)
-
-    # Before the first step
-
-    def _open_rewards(self) -> Inputs:
-        return open_rewards(self.config, self._inputs)
-
-    def _check_record(self, role: str, record: Mapping[str, Any]) -> None:
-        """Raises a UserError if a record, of "train" or of "eval", lacks what the run needs beside the prompt."""
-
-    def _make_scorer(self) -> tuple[RewardScorer | None, Inputs]:
-        return make_scorer(self.config, self._inputs, self._layout)
-
-    def _make_program(self) -> Program:
-        return build_program(self.config, self._inputs, self._layout, self.total_steps)
-
-    def _try_out(self) -> None:
-        """Finds out what is wrong with the records, beside what `load_inputs` does, before anything is written."""
+    # After a step
 
     def _save(self, metrics: Metrics, unfinished: Metrics | None = None, *, hold: bool = False) -> None:
         assert self._keeper is not None
         kept = self._state, self._cursor, self._curriculum
-        self._keeper.save(self.step, *kept, metrics, pending=unfinished, hold=hold)
+        ahead = self._ahead.kept() if self._ahead else None
+        self._keeper.save(self.step, *kept, metrics, pending=unfinished, ahead=ahead, hold=hold)
         self._tell_of_checkpoints()
 
-    def _tell_of_checkpoints(self) -> None:
-        assert self._keeper is not None
-        while self._keeper.notes:
-            self._note(self._keeper.notes.pop(0))
-
-    def _programs(self) -> int:
-        """How many programs will be compiled."""
-        evaluation = evaluation_programs(self.config) if self._inputs.held_out else 0
-        return step_programs(self._program) + evaluation + (self._scorer is not None)
-
-    def _compile(self, report: Report) -> None:
-        self._note("compiling the phases (once, before the first step)")
-        program, inputs, layout = self._program, self._inputs, self._layout
-        prompts = layout.put_rows(self._data.batch(self._cursor, self.config.data.train_batch_size).prompts)
-        rewards = {"weights": tuple(inputs.rewards.weights.tolist()), "jax_rewards": inputs.rewards.jax_functions}
-        self._phases = compile_step(program, self._state, abstract_like(prompts), **rewards, report=report)
-        sampler, config = partial(make_sampler, self.config, inputs, layout, program.stops), self.config
-        self._collect = Collector(
-            config,
-            self._data,
-            inputs.rewards,
-            self._phases,
-            sampler=sampler(self._phases.gen),
-            greedy_sampler=sampler(self._phases.gen_max) if self._phases.gen_max else None,
-            layout=layout,
-            vocab_size=program.actor_model.vocab_size,
-            timers=self._timers,
-        )
-        self._evaluator = self._compile_evaluator(self._phases.update_weights, report)
-
-    def _compile_evaluator(self, update_weights: Compiled, report: Report) -> Evaluators | None:
-        self._update_weights = update_weights
-        if self._inputs.held_out is None:
-            return None
-        return make_evaluators(self._program, self._inputs, update_weights.out, report=report)
-
-    # After a step
-
-    def _make_accounts(self) -> Accounts:
-        return Accounts.of(self._program.config, self._inputs.folder, cascade(self._program.config, self._layout))
+    def _response_tokens(self, stepped: Stepped) -> int:
+        """Of the responses that the phase gen has made: where it samples a step ahead, not of those learned from."""
+        if self._ahead is None:
+            return int(stepped.metrics["perf/response_tokens"])
+        return sum(int(lengths.response.sum()) for lengths in stepped.generated)
 
     def _accounting(self, stepped: Stepped, seconds: float) -> Metrics:
         """What the step computed, and what the devices and the host had to hold for it."""
@@ -494,32 +302,6 @@ class Run:
         if self._writer and metrics:
             with self._guard.watchdog.phase("write"):
                 self._writer.step(step, metrics)
-
-    def _busy(self, text: str) -> None:
-        self._guard.watchdog.alive()
-        if self._writer:
-            self._writer.busy(text)
-
-    def _stuck(self, why: str) -> None:
-        """The watchdog is about to end the process."""
-        if self._writer:
-            self._writer.stuck(why)
-        if self._mark:
-            self._mark.close()
-
-    def _note(self, text: str) -> None:
-        self._guard.watchdog.alive()  # to compile every program may take long, to compile one may not
-        if self._writer:
-            self._writer.note(text)
-
-    def _note_inputs(self) -> None:
-        warned, told = input_notes(self.config, self._inputs, self._program, self._state)
-        for notice in warned:
-            if self._writer is None:  # nobody reads notes then, in a notebook for instance
-                warnings.warn(notice, stacklevel=4)
-            self._note(f"notice: {notice}")
-        for text in told:
-            self._note(text)
 
 
 def _due(step: int, interval: int) -> bool:

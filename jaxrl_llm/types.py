@@ -319,6 +319,9 @@ class RunState(struct.PyTreeNode):
     kl_coef: Array  # float32 [], the KL coefficient in the reward (adaptive ones move)
     step: Array  # int32 [], steps taken
     base: Params | None = None  # the actor's folder, frozen: shared by an overlay, a frozen trunk, the reference
+    # In a checkpoint alone, where responses are sampled a step ahead: of the next step's the evidence that each phase
+    # (gen, gen_max) has written, by field.
+    ahead: Mapping[str, Mapping[str, Array]] | None = None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 from jaxrl_llm.rewards.forms import batched
@@ -138,3 +139,21 @@ def ends_a_child(prompt: str, response: str, record: Any) -> float:
     os.kill(child, signal.SIGTERM)
     _, status = os.waitpid(child, 0)
     return float(os.WTERMSIG(status) == signal.SIGTERM)
+
+
+# Rewards that wait for the run
+
+
+def waiting_records(folder: str) -> list[dict[str, str]]:
+    """Of two steps of four prompts; the second step's wait for a file `updating` in the folder."""
+    return [{"prompt": f"{i}+1=?", "folder": folder if i >= 4 else ""} for i in range(8)]
+
+
+def patient(prompt: str, response: str, record: Any) -> float:
+    """Says that it has begun, by a file, and returns once the file that it waits for is there."""
+    if record["folder"]:
+        folder = Path(record["folder"])
+        (folder / "begun").touch()
+        while not (folder / "updating").exists():
+            time.sleep(0.01)
+    return float(len(response))

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxrl_llm.collect import Collector
 from jaxrl_llm.errors import RunAborted, UserError
 from jaxrl_llm.rewards import jax_reward
 from tests import tiny_folder
@@ -39,6 +40,7 @@ def test_rows_that_fail_on_the_devices_are_failures_everywhere(monkeypatch: pyte
 
     sampled, failed = 0, 0
     run = run_of(**both, **FILTER)
+    assert isinstance(run._collect, Collector)
     write = run._collect._write
 
     def watch(*args: Any) -> Any:

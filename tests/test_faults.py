@@ -111,7 +111,7 @@ def test_a_second_signal_while_it_is_saved_changes_nothing(
 def test_a_signal_before_the_first_step_ends_at_once(
     recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
-    monkeypatch.setattr("jaxrl_llm.trainer.make_layout", own_signal(signal.SIGTERM))
+    monkeypatch.setattr("jaxrl_llm.run_start.make_layout", own_signal(signal.SIGTERM))
     assert train.main([f"--config={recipe}", f"--workdir={tmp_path / 'run'}"]) == 75
     assert "SIGTERM: stopped before the first step" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()

@@ -107,11 +107,16 @@ ALLOWED: dict[str, set[str]] = {
     "health": {"config", "rewards", "types"},
     "resume": HOST | {"curriculum", "loading", "peers", "steps"},
     "input_notes": HOST | {"costs", "loading", "models", "steps"},
+    "ahead": HOST | {"collect", "curriculum", "lengths", "resume"},
+    "run_start": HOST
+    | {"ahead", "models", "steps", "loading", "compile_log", "compiled", "collect", "evaluation"}
+    | {"accounting", "peaks", "profiling"}
+    | {"guard", "input_notes", "memory", "resume", "run_mark"}
+    | {"peers", "reward_scorer", "samplers", "timers"},
     "trainer": HOST
-    | {"models", "steps", "loading", "compile_log", "compiled", "collect", "curriculum", "evaluation"}
-    | {"accounting", "lengths", "peaks", "profiling"}
-    | {"guard", "health", "input_notes", "memory", "resume", "run_mark"}
-    | {"peers", "reward_scorer", "samplers", "samples", "timers"},
+    | {"models", "steps", "loading", "compiled", "run_start"}
+    | {"accounting", "lengths", "profiling"}
+    | {"guard", "health", "memory", "samples", "timers"},
     "hlo": set(),
     "dry_run": HOST
     | {"models", "steps", "loading", "compile_log", "compiled", "collect", "evaluation"}
