@@ -12,7 +12,6 @@ import jax.numpy as jnp
 from jaxrl_llm.types import Array
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(2,))
 def matmul(x: Array, kernel: Array, dtype: Any = None) -> Array:
     """x [..., D] @ kernel [D, F], of one dtype; the result in `dtype`, theirs if that is None.
 
@@ -20,11 +19,16 @@ def matmul(x: Array, kernel: Array, dtype: Any = None) -> Array:
     with all the element-wise work in it that the array comes of. Differentiation by itself would always choose the
     second.
     """
+    return _matmul(dtype, x, kernel)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _matmul(dtype: Any, x: Array, kernel: Array) -> Array:
     return jnp.matmul(x, kernel, preferred_element_type=dtype)
 
 
-def _forward(x: Array, kernel: Array, dtype: Any) -> tuple[Array, tuple[Array, Array]]:
-    return matmul(x, kernel, dtype), (x, kernel)
+def _forward(dtype: Any, x: Array, kernel: Array) -> tuple[Array, tuple[Array, Array]]:
+    return _matmul(dtype, x, kernel), (x, kernel)
 
 
 def _backward(dtype: Any, kept: tuple[Array, Array], g: Array) -> tuple[Array, Array]:
@@ -38,7 +42,7 @@ def _backward(dtype: Any, kept: tuple[Array, Array], g: Array) -> tuple[Array, A
     return jax.lax.dot_general(g, kernel, (((g.ndim - 1,), (1,)), ((), ()))), of_kernel
 
 
-matmul.defvjp(_forward, _backward)
+_matmul.defvjp(_forward, _backward)
 
 
 @jax.custom_vjp
