@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import _thread
 import contextlib
 import difflib
 import errno
 import os
+import signal
 import sys
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TextIO
@@ -112,7 +115,8 @@ def exit_code(body: Callable[[], None]) -> int:
     (stopped from outside, or stuck), 130 interrupted (DESIGN 8). Any other exception is a bug, and goes on up."""
     open_streams()
     try:
-        body()
+        with _asked_again():
+            body()
     except (UserError, RunAborted, StorageError, OutOfMemory) as error:
         say(f"error: {error}", sys.stderr)
         return error.exit_code
@@ -135,6 +139,32 @@ def exit_code(body: Callable[[], None]) -> int:
     return 0
 
 
+@contextlib.contextmanager
+def _asked_again() -> Iterator[None]:
+    """Who interrupts a command while Python runs a finalizer, or a callback of its garbage collector (jax has one),
+    interrupts that alone: Python prints that it ignores it, and goes on. Here the main thread is asked once more, a
+    moment later."""
+    before, timers = sys.unraisablehook, list[threading.Timer]()
+
+    def hook(found: sys.UnraisableHookArgs) -> None:
+        if not issubclass(found.exc_type, KeyboardInterrupt | TryAgain):
+            before(found)
+            return
+        # Of the signals that make a TryAgain (signals.py) any will do.
+        number = signal.SIGINT if issubclass(found.exc_type, KeyboardInterrupt) else signal.SIGTERM
+        timers.append(threading.Timer(0.05, _thread.interrupt_main, (number,)))
+        timers[-1].daemon = True
+        timers[-1].start()
+
+    sys.unraisablehook = hook
+    try:
+        yield
+    finally:
+        sys.unraisablehook = before
+        for timer in timers:
+            timer.cancel()
+
+
 def open_streams() -> None:
     """Where a process was started without one of the standard streams, nothing else may take its number: what is
     printed would go into a checkpoint."""
@@ -153,6 +183,20 @@ def say(text: str, stream: TextIO | None = None) -> None:
     """
     with contextlib.suppress(OSError, ValueError):
         print(text, file=stream, flush=True)
+
+
+def put(text: str, end: str = "\n") -> None:
+    """Prints a result on stdout. A reader who has seen enough (`… | head -1`) is no failure, a full disk is one.
+
+    Raises:
+      StorageError: it cannot be written.
+    """
+    try:
+        print(text, end=end, flush=True)
+    except BrokenPipeError:
+        pass
+    except OSError as error:
+        raise StorageError(f"standard output: cannot be written: {error}") from error
 
 
 # Of XLA's: on a CPU the second may stand within an INTERNAL error.

@@ -17,7 +17,7 @@ import numpy as np
 
 from jaxrl_llm.command_line import keep_programs, make_parser, parse_args, run_config
 from jaxrl_llm.config import Config
-from jaxrl_llm.errors import UserError, exit_code, leave
+from jaxrl_llm.errors import UserError, exit_code, leave, put, say
 from jaxrl_llm.run_files import storage, to_line
 
 
@@ -55,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         results = evaluate(config, run=args.run, step=args.step, samples=args.samples)
         for name, rows in results.items():
             for source in dict.fromkeys(row["data_source"] for row in rows):
-                print(summary(name, source, [row for row in rows if row["data_source"] == source]))
+                put(summary(name, source, [row for row in rows if row["data_source"] == source]))
         if args.output:
             rows = [{"mode": name, **row} for name, found in results.items() for row in found]
             with storage(Path(args.output)):
@@ -88,7 +88,7 @@ def evaluate(
     from jaxrl_llm.steps.sampling import Sampling
 
     def report(text: object) -> None:
-        print(text, file=sys.stderr, flush=True)
+        say(str(text), sys.stderr)
 
     if run is not None and holds_reward_model(run, step):
         return {"pairs": evaluate_pairs(config, run, report, step)}

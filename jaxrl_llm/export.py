@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from jaxrl_llm.command_line import load_config, run_config
-from jaxrl_llm.errors import UserError, exit_code, leave
+from jaxrl_llm.errors import UserError, exit_code, leave, say
 from jaxrl_llm.loading import (
     holds_reward_model,
     load_inputs,
@@ -82,7 +82,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.adapter and args.dtype:
             raise UserError("--dtype: an adapter is written as it was trained; leave it out")
         step = export(args.run, args.folder, step=args.step, dtype=args.dtype, adapter=args.adapter)
-        print(f"{args.folder}: the model of {args.run} after step {step}")
+        say(f"{args.folder}: the model of {args.run} after step {step}")
 
     return exit_code(body)
 

@@ -15,7 +15,7 @@ import zipfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from jaxrl_llm.errors import UserError
+from jaxrl_llm.errors import UserError, exit_code, leave, say
 from jaxrl_llm.models import gguf
 from jaxrl_llm.models.gguf_tokenizer import TEMPLATE, TOKENIZER, TOKENIZER_CONFIG
 from jaxrl_llm.models.hf import CONFIG, GENERATION
@@ -65,14 +65,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--dtype", default="float32", choices=list(gguf.DTYPES))
     given = parser.parse_args(arguments)
     out = given.out or Path("models") / given.name
-    try:
+
+    def body() -> None:
         written = fetch(given.name, out, given.dtype)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
-    print(f"wrote {out}" if written else f"{out} is there already; nothing to do")
-    return 0
+        say(f"wrote {out}" if written else f"{out} is there already; nothing to do")
+
+    return exit_code(body)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

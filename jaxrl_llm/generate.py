@@ -21,7 +21,7 @@ import numpy as np
 from jaxrl_llm.chat import render_prompt
 from jaxrl_llm.command_line import keep_programs, load_config, run_config
 from jaxrl_llm.config import Config, from_config_dict
-from jaxrl_llm.errors import UserError, exit_code, leave
+from jaxrl_llm.errors import UserError, exit_code, leave, put, say
 from jaxrl_llm.loading import load_inputs, make_layout, make_models, policy_params, stop_rules
 from jaxrl_llm.models import hf
 from jaxrl_llm.steps.rollout import begin, decode
@@ -190,7 +190,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             sampling=Sampling(temperature=args.temperature, top_p=args.top_p, top_k=args.top_k),
             seed=args.seed,
             chat=args.chat,
-            report=lambda text: print(text, file=sys.stderr, flush=True),
+            report=lambda text: say(str(text), sys.stderr),
         )
         _show(prompts, args.samples, so_far)
 
@@ -212,20 +212,20 @@ def _show(prompts: Sequence[str], samples: int, so_far: Iterator[list[tuple[str,
     for turn, rows in enumerate(so_far):
         if alone:
             if not turn:
-                print(f"> {prompts[0]}", flush=True)
+                put(f"> {prompts[0]}")
             # What may still change, a character whose bytes are not all there yet, waits.
             text, ended = rows[0]
             text = text if ended else text.rstrip("\ufffd")
-            print(text[shown:], end="", flush=True)
+            put(text[shown:], end="")
             shown = len(text)
             continue
         while done < len(rows) and rows[done][1]:
             if done % samples == 0:
-                print(f"> {prompts[done // samples]}")
-            print(rows[done][0] if samples == 1 else f"[{done % samples + 1}] {rows[done][0]}", flush=True)
+                put(f"> {prompts[done // samples]}")
+            put(rows[done][0] if samples == 1 else f"[{done % samples + 1}] {rows[done][0]}")
             done += 1
     if alone:
-        print()
+        put("")
 
 
 if __name__ == "__main__":

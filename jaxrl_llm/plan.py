@@ -23,7 +23,7 @@ from jaxrl_llm.chips import MODELS, Chip, find_chip
 from jaxrl_llm.command_line import make_parser, parse_args
 from jaxrl_llm.config import Config, check_devices
 from jaxrl_llm.costs import Job, Mesh
-from jaxrl_llm.errors import UserError, exit_code, leave, naming, nearest
+from jaxrl_llm.errors import UserError, exit_code, leave, naming, nearest, put
 from jaxrl_llm.models import hf
 from jaxrl_llm.models.architecture import TransformerConfig
 from jaxrl_llm.models.families import transformer_config
@@ -110,18 +110,22 @@ def make_plan(job: Job, chip: Chip, mesh: Mesh, shares: Shares) -> Plan:
 
 
 def meshes(job: Job, chips: int) -> Iterator[Mesh]:
-    """Every data × fsdp × tensor of so many chips that cuts heads, widths and batches evenly.
+    """Every data × fsdp × tensor of so many chips that cuts heads, widths and batches evenly. Axes of which the config
+    wants more than one device have as many as it wants.
 
     Raises:
       UserError: there is none; says why the most obvious one is none.
     """
     s, found, why = job.shape, 0, ""
+    asked = {axis: size for axis, size in dataclasses.asdict(job.config.mesh).items() if size > 1}
     for tensor in (t for t in range(1, chips + 1) if chips % t == 0):
         inner = s.mlp_width if s.moe is None else s.moe.num_experts
         if any(size % tensor for size in (s.num_kv_heads, s.num_heads, inner, s.vocab_size)):
             continue
         for fsdp in (f for f in range(1, chips // tensor + 1) if chips // tensor % f == 0 and s.width % f == 0):
             mesh = Mesh(chips // tensor // fsdp, fsdp, tensor)
+            if any(getattr(mesh, axis) != size for axis, size in asked.items()):
+                continue
             axes = dataclasses.replace(job.config.mesh, **dataclasses.asdict(mesh))
             try:
                 check_devices(dataclasses.replace(job.config, mesh=axes), chips)
@@ -131,7 +135,9 @@ def meshes(job: Job, chips: int) -> Iterator[Mesh]:
             found += 1
             yield mesh
     if not found:
-        raise UserError(f"--chips {chips}: no mesh of so many divides the model and the batch; for instance {why}")
+        wanted = "".join(f" has config.mesh.{axis} = {size} and" for axis, size in asked.items())
+        instance = f"; for instance {why}" if why else ""
+        raise UserError(f"--chips {chips}: no mesh of so many{wanted} divides the model and the batch{instance}")
 
 
 def search(job: Job, chip: Chip, chips: int, shares: Shares) -> list[Plan]:
@@ -319,13 +325,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             job = Job.of(config, shape)
             found += [(name, search(job, chip, count, shares)) for chip in chips for count in counts]
         if args.json:
-            print("\n".join(as_json(name, plans[0]) for name, plans in found))
+            put("\n".join(as_json(name, plans[0]) for name, plans in found))
         elif len(found) == 1:
             name, plans = found[0]
-            print(table(plans[0], plans[1:4], name))
+            put(table(plans[0], plans[1:4], name))
         else:
             rows: list[Any] = [COLUMNS, ["---"] * len(COLUMNS), *(row(name, plans[0]) for name, plans in found)]
-            print("\n".join(f"| {' | '.join(cells)} |" for cells in rows))
+            put("\n".join(f"| {' | '.join(cells)} |" for cells in rows))
 
     return exit_code(body)
 

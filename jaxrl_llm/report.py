@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxrl_llm.config import unresolve
-from jaxrl_llm.errors import StorageError, UserError, exit_code, nearest_path
+from jaxrl_llm.errors import StorageError, UserError, exit_code, nearest_path, say
 from jaxrl_llm.meters import GREEDY, beside_mean
 from jaxrl_llm.report_charts import CHARTS, PHASES
 from jaxrl_llm.report_numbers import evaluated, seconds_text, tiles
@@ -324,7 +324,7 @@ def main(argv: Iterable[str] | None = None) -> int:
     parser.add_argument("run", metavar="RUN", help="the run's folder")
     parser.add_argument("--output", metavar="FILE", help="where to write it (default: RUN/report.html)")
     args = parser.parse_args(None if argv is None else list(argv))
-    return exit_code(lambda: print(write_report(args.run, args.output)))
+    return exit_code(lambda: say(str(write_report(args.run, args.output))))
 
 
 if __name__ == "__main__":

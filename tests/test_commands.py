@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +20,7 @@ from jaxrl_llm.writers import read_jsonl
 from tests import tiny_folder
 from tests.tiny_runs import checkpointed
 
+ROOT = Path(__file__).resolve().parents[1]
 RECIPE = """
 from tests import tiny_folder
 
@@ -310,3 +314,21 @@ def test_evaluate_tells_of_failed_rewards(command: Any, recipe: Path) -> None:
     )
     assert ran.code == 0
     assert ran.out.startswith("greedy   words  0.000 ") and "the reward failed on 4 of 4 responses" in ran.out
+
+
+# What is printed
+
+
+@pytest.mark.parametrize(("stdout", "code"), [("/dev/full", 4), ("closed pipe", 0)])
+def test_a_result_that_cannot_be_printed(stdout: str, code: int) -> None:
+    """A reader who has seen enough is no failure; a full disk is one, and no traceback."""
+    command = [sys.executable, "-m", "jaxrl_llm.plan", "--config", "configs/quickstart.py", "--json"]
+    read, write = os.pipe()
+    os.close(read)
+    with open(write if stdout == "closed pipe" else stdout, "w") as file:
+        done = subprocess.run(command, cwd=ROOT, stdout=file, stderr=subprocess.PIPE, text=True)
+    if stdout != "closed pipe":
+        os.close(write)
+    assert done.returncode == code
+    told = "error: standard output: cannot be written: [Errno 28] No space left on device\n"
+    assert done.stderr == (told if code else "")

@@ -305,6 +305,9 @@ def test_the_search_takes_the_fastest_mesh_that_fits() -> None:
     fitting = [p for p in plans if p.fits]
     assert plans[: len(fitting)] == fitting and fitting == sorted(fitting, key=lambda p: p.seconds)
     assert fitting and len(fitting) < len(plans)  # a whole replica on each chip does not fit
+    mesh = dataclasses.replace(config.mesh, fsdp=8)
+    asked = plan.search(Job.of(dataclasses.replace(config, mesh=mesh), job.shape), CHIPS["h100"], 16, plan.Shares())
+    assert [p.mesh for p in asked] == [p.mesh for p in plans if p.mesh.fsdp == 8] and len(asked) == 2
     none = plan.search(job, CHIPS["v5e"], 4, plan.Shares())
     assert not none[0].fits and none[0].peak[1] == min(p.peak[1] for p in none)
     assert "the state alone is too large" in plan.table(none[0], none[1:], "7b")
@@ -335,6 +338,7 @@ def test_the_command_prints_a_table_and_json(capsys: pytest.CaptureFixture[str])
         (["--chips", "7"], "--chips 7: no mesh of so many divides the model and the batch; for instance .*batch_size"),
         (["--model", "7bb"], "--model 7bb: expected a folder, a config.json or a size; did you mean '7b'"),
         (["--device", "v6e", "--chips", "512"], "v6e has 256 in a pod"),
+        (["--config.mesh.tensor=3"], "--chips 8: no mesh of so many has config.mesh.tensor = 3 and divides the model"),
         (["--flops", "1.5"], "--flops 1.5: expected a share above 0 and at most 1"),
     ],
 )
