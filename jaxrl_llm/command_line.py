@@ -17,8 +17,8 @@ from typing import Any, NoReturn
 from ml_collections import ConfigDict
 
 from jaxrl_llm.config import FOLLOWS, Config, from_config_dict, unresolve, with_new_knobs
-from jaxrl_llm.config_values import hint_of, knobs, parse, suggest
-from jaxrl_llm.errors import UserError, nearest, nearest_path
+from jaxrl_llm.config_values import flatten, hint_of, knobs, parse, suggest
+from jaxrl_llm.errors import UserError, nearest, nearest_path, say
 
 
 def load_config(path: str | Path, overrides: Mapping[str, Any] | Iterable[str] = ()) -> Config:
@@ -103,14 +103,16 @@ def make_parser(
     return parser
 
 
-def join_peers(args: argparse.Namespace) -> bool:
-    """Makes this process one of a run's, where the command line says so; to be called before anything uses a device.
+def join_peers(config: Config, args: argparse.Namespace) -> bool:
+    """Makes this process one of a run's, where the command line says so, and sees to it that all of them were given the
+    same; to be called before anything uses a device.
 
     Returns:
       Whether this is the process that speaks: the first, or the only one.
 
     Raises:
-      UserError: what was given does not make a run.
+      UserError: what was given does not make a run, or not the same one everywhere.
+      TryAgain: the others do not come.
     """
     flags = {"coordinator": args.coordinator, "num_processes": args.num_processes, "process_id": args.process_id}
     given = [f"--{name}" for name, value in flags.items() if value is not None]
@@ -118,11 +120,21 @@ def join_peers(args: argparse.Namespace) -> bool:
         return True
     if given and len(given) < len(flags):
         raise UserError(f"{', '.join(given)}: --coordinator, --num_processes and --process_id belong together")
-    if args.process_id is not None and not 0 <= args.process_id < args.num_processes:
+    if args.num_processes is not None and args.num_processes < 1:
+        raise UserError(f"--num_processes={args.num_processes}: must be at least 1")
+    if args.num_processes is not None and not 0 <= args.process_id < args.num_processes:
         raise UserError(f"--process_id={args.process_id}: expected 0 to --num_processes - 1 = {args.num_processes - 1}")
-    from jaxrl_llm.peers import join_run
+    if args.coordinator is not None:
+        _, colon, port = args.coordinator.rpartition(":")
+        if not colon or not port.isdecimal() or not 0 < int(port) < 1 << 16:
+            raise UserError(f"--coordinator={args.coordinator}: expected HOST:PORT, with a port from 1 to 65535")
+    from jaxrl_llm.peers import join_run, must_agree, settings_of_jax
 
-    return join_run(**flags).first
+    peers = join_run(**flags)
+    given_here = {f"config.{key}": value for key, value in flatten(config).items()}
+    given_here["--workdir"] = os.path.abspath(args.workdir)
+    must_agree(peers, given_here | settings_of_jax())
+    return peers.first
 
 
 def keep_programs(setting: str = "auto", *, writes: bool = True) -> None:
@@ -134,7 +146,7 @@ def keep_programs(setting: str = "auto", *, writes: bool = True) -> None:
     """
     from jaxrl_llm.compilation_cache import open_cache
 
-    open_cache(setting, lambda text: print(text, file=sys.stderr, flush=True), writes=writes)
+    open_cache(setting, lambda text: say(str(text), sys.stderr), writes=writes)
 
 
 def parse_args(parser: argparse.ArgumentParser, argv: Sequence[str]) -> tuple[Config, argparse.Namespace]:

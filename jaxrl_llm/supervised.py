@@ -8,16 +8,17 @@ from pathlib import Path
 
 import numpy as np
 
-from jaxrl_llm.command_line import keep_programs, make_parser, parse_args
+from jaxrl_llm.command_line import join_peers, keep_programs, make_parser, parse_args
 from jaxrl_llm.compile_log import Report
 from jaxrl_llm.compiled import Compiled, CompiledTraining, compile_training
 from jaxrl_llm.data import PromptBatch
-from jaxrl_llm.errors import exit_code, say
+from jaxrl_llm.errors import say
 from jaxrl_llm.evaluation import evaluation_programs
-from jaxrl_llm.guard import run_guarded
+from jaxrl_llm.guard import guarded_exit_code, run_guarded
 from jaxrl_llm.lengths import Lengths
 from jaxrl_llm.loading import Inputs
 from jaxrl_llm.sharding import abstract_like
+from jaxrl_llm.signals import StopSignals
 from jaxrl_llm.steps.step import ACTOR
 from jaxrl_llm.timers import host_metrics
 from jaxrl_llm.trainer import Run, Stepped
@@ -83,10 +84,12 @@ class SupervisedRun(Run):
 def command(name: str, about: str, start: Callable[..., Run], argv: Sequence[str] | None) -> int:
     """Runs `python -m jaxrl_llm.NAME` to its end; the exit code, see `errors.exit_code`."""
 
-    def body() -> None:
+    def body(signals: StopSignals) -> None:
         config, args = parse_args(make_parser(name, about), sys.argv[1:] if argv is None else argv)
-        keep_programs(config.trainer.compilation_cache)
-        run_guarded(start, config, args)
-        say(f"done: {Path(args.workdir)}; next: python -m jaxrl_llm.export {args.workdir} FOLDER")
+        speaks = join_peers(config, args)
+        keep_programs(config.trainer.compilation_cache, writes=speaks)
+        run_guarded(start, config, args, signals)
+        if speaks:
+            say(f"done: {Path(args.workdir)}; next: python -m jaxrl_llm.export {args.workdir} FOLDER")
 
-    return exit_code(body)
+    return guarded_exit_code(body)

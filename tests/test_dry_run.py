@@ -44,6 +44,23 @@ def phase_names(run: DryRun) -> set[str]:
     return {phase.name for phase in run.phases}
 
 
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        (["--device_memory=3"], "--device_memory=3: is for --dry_run to compare with"),
+        (["--device_memory=-1", "--dry_run"], "--device_memory=-1: expected GB of one device, above 0"),
+        (["--device_memory=nan", "--dry_run"], "--device_memory=nan: expected GB"),
+    ],
+)
+def test_a_devices_memory_is_a_size(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], given: list[str], expected: str
+) -> None:
+    recipe = tmp_path / "recipe.py"
+    recipe.write_text(RECIPE.format(path=str(tiny_folder.folder())))
+    assert main(["--config", str(recipe), *given]) == 2
+    assert expected in capsys.readouterr().err
+
+
 def test_the_command_needs_no_weights_and_writes_nothing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

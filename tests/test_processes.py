@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -22,7 +22,7 @@ from jaxrl_llm.command_line import make_parser, parse_args
 from jaxrl_llm.config import to_json
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.metrics import CLOCKS
-from jaxrl_llm.peers import Peers
+from jaxrl_llm.peers import Peers, must_agree
 from jaxrl_llm.rewards import make_rewards, pooled
 from jaxrl_llm.writers import read_jsonl
 from tests import quick, tiny, tiny_folder
@@ -244,6 +244,51 @@ def wrong(prompt: str, response: str, record: Any) -> Any:
     return 1.0 if response == "a" else response
 
 
+def test_processes_that_were_given_something_else_all_say_so() -> None:
+    """Each would compute its share of another run, and nothing would tell but the numbers."""
+    given = {"config.seed": 0, "config.optimizer.lr": 1e-6, "--workdir": "/runs/x"}
+
+    def agree(threads: Threads) -> str:
+        peers = cast(Peers, threads)
+        must_agree(peers, given)
+        with pytest.raises(UserError) as error:
+            must_agree(peers, given | ({"config.seed": 3} if peers.index else {}))
+        return str(error.value)
+
+    first, second = as_two(agree)
+    assert (
+        first
+        == second
+        == ("the processes of a run must be given the same:\n  config.seed: 0 in process 0, 3 in process 1")
+    )
+
+
+ALONE = """
+import sys
+from jaxrl_llm import peers
+peers.JOIN_SECONDS = 1
+peers.join_run(sys.argv[1], 2, int(sys.argv[2]))
+"""
+
+
+@pytest.mark.parametrize("process", [0, 1])
+def test_a_process_that_nobody_joins_ends_with_75(process: int) -> None:
+    """The first waits for the other; the other finds nobody at the address."""
+    command = [sys.executable, "-c", ALONE, f"localhost:{free_port()}", str(process)]
+    done = subprocess.run(command, env=environment(1), capture_output=True, text=True, timeout=120)
+    assert done.returncode == 75
+    assert "not all of the run's processes have come within 1 s" in done.stderr
+
+
+def test_outside_of_a_cluster_nobody_says_who_is_who() -> None:
+    command = [sys.executable, "-m", "jaxrl_llm.train", "--config", "configs/quickstart.py", "--workdir", "x"]
+    done = subprocess.run(
+        [*command, "--distributed"], cwd=ROOT, env=environment(1), capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: --distributed: no cluster says who is who here; give --coordinator")
+
+
 def test_one_process_shares_with_itself() -> None:
     peers = Peers.of_run()
     assert peers.first and peers.share({"a": 1}) == [{"a": 1}]
@@ -255,14 +300,17 @@ def test_one_process_shares_with_itself() -> None:
         (["--coordinator", "localhost:1"], "belong together"),
         (["--num_processes", "2", "--process_id", "0"], "belong together"),
         (["--coordinator", "localhost:1", "--num_processes", "2", "--process_id", "2"], "expected 0 to"),
+        (["--coordinator", "localhost:1", "--num_processes", "0", "--process_id", "0"], "num_processes=0: must be at"),
+        (["--coordinator", "localhost", "--num_processes", "2", "--process_id", "0"], "localhost: expected HOST:PORT"),
+        (["--coordinator", "a:70000", "--num_processes", "2", "--process_id", "0"], "expected HOST:PORT, with a port"),
     ],
 )
 def test_flags_that_make_no_run(flags: list[str], words: str) -> None:
     from jaxrl_llm.command_line import join_peers
 
     parser = make_parser("train", "")
-    _, args = parse_args(parser, ["--config", "configs/quickstart.py", "--workdir", "x", *flags])
+    config, args = parse_args(parser, ["--config", "configs/quickstart.py", "--workdir", "x", *flags])
     with pytest.raises(UserError, match=words):
-        join_peers(args)
+        join_peers(config, args)
     with pytest.raises(UserError, match="--workdir: must be given"):
         parse_args(parser, ["--config", "configs/quickstart.py", "--coordinator", "localhost:1"])
