@@ -31,6 +31,7 @@ from jaxrl_llm.errors import OutOfMemory, StorageError, is_out_of_memory
 Tree = TypeVar("Tree")
 CHECKSUMS = "checksums.json"
 NEWEST = "newest"
+EXPORTED = "exported"
 SHOWN = 12  # mismatching leaves that an error lists
 WRITING_SECONDS = 24 * 3600  # after which orbax gives up a write; its own 20 minutes can be too short for a slow disk
 
@@ -284,14 +285,18 @@ class Checkpoints:
             self._saver = ocp.AsyncCheckpointer(ocp.CompositeCheckpointHandler(**_handlers()), async_options=options)
         return self._saver
 
+    def exported(self) -> int | None:
+        """The step whose model was written last; None if none was, -1 where that cannot be told."""
+        return _read_step(self.folder / EXPORTED)
+
+    def mark_exported(self, step: int) -> None:
+        """The model of this step is written. Does nothing where nothing was ever saved."""
+        if self.folder.is_dir():
+            _write_whole(self.folder / EXPORTED, f"{step}\n")
+
     def _completed(self) -> int | None:
         """The step that was completed last; None if none ever was, -1 where that cannot be told."""
-        try:
-            return int((self.folder / NEWEST).read_text())
-        except FileNotFoundError:
-            return None
-        except (OSError, ValueError):
-            return -1
+        return _read_step(self.folder / NEWEST)
 
     def _read(self, step: int, **items: Any) -> Mapping[str, Any]:
         with ocp.Checkpointer(ocp.CompositeCheckpointHandler(**_handlers())) as reader:
@@ -348,6 +353,15 @@ def _write_whole(path: Path, text: str) -> None:
         file.flush()
         os.fsync(file.fileno())
     os.replace(unfinished, path)
+
+
+def _read_step(path: Path) -> int | None:
+    try:
+        return int(path.read_text())
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError):
+        return -1
 
 
 def _remove(folder: Path) -> None:

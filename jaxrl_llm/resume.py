@@ -13,12 +13,12 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from jaxrl_llm.checkpoint import CHECKSUMS, Checkpoints
+from jaxrl_llm.checkpoint import Checkpoints
 from jaxrl_llm.config import Config, from_json, resume_differences, to_json
 from jaxrl_llm.curriculum import Curriculum
 from jaxrl_llm.errors import StorageError, UserError, nearest
 from jaxrl_llm.loading import Inputs, abstract_state, frozen_base, initial_state
-from jaxrl_llm.peers import Peers
+from jaxrl_llm.peers import Peers, must_agree
 from jaxrl_llm.steps.phases import Program
 from jaxrl_llm.types import RunState
 from jaxrl_llm.writers import MODEL, previous_config
@@ -81,9 +81,12 @@ class Keeper:
         """State, data cursor and curriculum of the step to go on from, or those that a run begins with.
 
         Raises:
-          UserError: the curriculum has too few prompts to draw from.
+          UserError: the curriculum has too few prompts to draw from, or the processes of the run read other data.
           StorageError: the checkpoint is of another model, optimizer or dtype, or does not fit the data.
         """
+        peers, data = Peers.of_run(), {"data.train": inputs.train, "data.eval": inputs.held_out}
+        if peers.count > 1:
+            must_agree(peers, {f"tokens of config.{key}": found and found.fingerprint for key, found in data.items()})
         curriculum = _new_curriculum(self.config, inputs)
         self._data = inputs.train.fingerprint if inputs.train and self._checkpoints else {}
         if self._checkpoints is None or self.step is None:
@@ -165,12 +168,16 @@ class Keeper:
 
     def is_exported(self, step: int) -> bool:
         """Whether the model of this step, the last one, is written: not if the run was killed before that."""
-        if self._workdir is None:
+        if self._workdir is None or self._checkpoints is None:
             return True
-        model = self._workdir / MODEL / "config.json"
-        saved = self._workdir / "checkpoints" / str(step) / CHECKSUMS
-        found = model.is_file() and (not saved.is_file() or model.stat().st_mtime >= saved.stat().st_mtime)
-        return Peers.of_run().share(found)[0]
+        # Not by the files' times: clocks are set back, and copies have new ones.
+        written = (self._workdir / MODEL / "config.json").is_file() and self._checkpoints.exported() == step
+        return Peers.of_run().share(written)[0]
+
+    def exported(self, step: int) -> None:
+        """The model of this step is written."""
+        if self._checkpoints and Peers.of_run().first:
+            self._checkpoints.mark_exported(step)
 
     def release(self) -> None:
         if self._checkpoints:
