@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -24,6 +24,10 @@ from jaxrl_llm.steps.sampling import Sampling
 from jaxrl_llm.types import Params
 
 
+class GivenUp(Exception):
+    """An evaluation was given up between two of its batches, since the run is to stop."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Evaluator:
     """The held-out prompts, sampled n times each with the policy's present parameters and scored."""
@@ -36,10 +40,16 @@ class Evaluator:
     reward: Compiled  # (batch, scores, row_valid) -> batch
     batch_size: int  # prompts at a time
 
-    def rows(self, view: Params, step: int) -> Iterator[dict[str, Any]]:
-        """One dict a response: prompt, response, score (None where the reward failed), extras, length, record."""
+    def rows(self, view: Params, step: int, give_up: Callable[[], object] | None = None) -> Iterator[dict[str, Any]]:
+        """One dict a response: prompt, response, score (None where the reward failed), extras, length, record.
+
+        Raises:
+          GivenUp: `give_up`, asked before each batch, says so.
+        """
         weights = self.rewards.weights
         for given in self.data.eval_batches(self.batch_size):
+            if give_up and give_up():
+                raise GivenUp
             sampled = self.sampler(view, given, step)
             scored = start_scoring(self.rewards, given, sampled)()
             batch = self.reward(sampled.batch, *self.layout.put_rows((scored.scores, scored.valid)), None)
@@ -73,11 +83,17 @@ class Evaluators:
 
     each: tuple[Evaluator, ...]
 
-    def __call__(self, view: Params, step: int) -> tuple[dict[str, float], list[dict[str, Any]]]:
-        """The metrics of an evaluation, and its rows."""
+    def __call__(
+        self, view: Params, step: int, give_up: Callable[[], object] | None = None
+    ) -> tuple[dict[str, float], list[dict[str, Any]]]:
+        """The metrics of an evaluation, and its rows.
+
+        Raises:
+          GivenUp: as `Evaluator.rows`.
+        """
         metrics, rows = {}, []
         for evaluator in self.each:
-            found = list(evaluator.rows(view, step))
+            found = list(evaluator.rows(view, step, give_up))
             # The last one's have the plain names; what is told of another way of sampling is not lost under them.
             metrics |= evaluation_metrics(found, beside="" if evaluator is self.each[-1] else evaluator.mode)
             rows += found

@@ -25,7 +25,7 @@ from jaxrl_llm.compiled import Compiled
 from jaxrl_llm.config import Config, check_devices
 from jaxrl_llm.data import PromptBatch, PromptData
 from jaxrl_llm.errors import UserError, leave, naming, of_kind
-from jaxrl_llm.evaluation import evaluation_metrics
+from jaxrl_llm.evaluation import GivenUp, evaluation_metrics
 from jaxrl_llm.exchanges import Exchanges
 from jaxrl_llm.loading import Inputs, load_inputs, make_layout, make_reward_model, policy_params
 from jaxrl_llm.models import classifier, hf
@@ -128,11 +128,19 @@ class PairEvaluator:
     batch_size: int
     score: Compiled  # (view, batch) -> scores
 
-    def __call__(self, view: Params, step: int) -> tuple[dict[str, float], list[dict[str, Any]]]:
-        """The metrics of an evaluation, and one row a pair, whose `score` is whether it is put in order."""
+    def __call__(
+        self, view: Params, step: int, give_up: Callable[[], object] | None = None
+    ) -> tuple[dict[str, float], list[dict[str, Any]]]:
+        """The metrics of an evaluation, and one row a pair, whose `score` is whether it is put in order.
+
+        Raises:
+          GivenUp: `give_up`, asked before each batch, says so.
+        """
         del step
         rows = []
         for given in self.data.eval_batches(self.batch_size):
+            if give_up and give_up():
+                raise GivenUp
             host = self.pairs.batch(given)
             scores = np.asarray(fetch(self.score(view, self.layout.put_rows(host))), np.float64).reshape(-1, 2)
             for group in np.flatnonzero(np.asarray(given.prompts.prompt_valid)).tolist():

@@ -43,7 +43,8 @@ from jaxrl_llm.timers import Timers
 from jaxrl_llm.types import Params, RunState
 from jaxrl_llm.writers import RunWriter, SilentWriter, check_loggers, check_workdir, machine_facts
 
-Evaluate = Callable[[Params, int], tuple[dict[str, float], list[dict[str, Any]]]]  # (view, step) -> metrics, rows
+# (view, step, give_up) -> metrics, rows; GivenUp where `give_up`, asked before each batch, says so
+Evaluate = Callable[[Params, int, Callable[[], object] | None], tuple[dict[str, float], list[dict[str, Any]]]]
 
 
 class RunStart:

@@ -7,7 +7,7 @@ checkpoints. The phases themselves are pure (steps/) and compiled by then (compi
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
@@ -19,6 +19,7 @@ from jaxrl_llm.compiled import CompiledTraining
 from jaxrl_llm.config import Config
 from jaxrl_llm.data import PromptBatch
 from jaxrl_llm.errors import RunAborted, TryAgain
+from jaxrl_llm.evaluation import GivenUp
 from jaxrl_llm.guard import Guard
 from jaxrl_llm.health import why_stop
 from jaxrl_llm.lengths import Lengths
@@ -149,7 +150,7 @@ class Run(RunStart):
         assert keeper is not None
         with self._closed_by_errors():
             if self.step == 0 and config.eval.before and self._evaluator:
-                self._write(0, self._evaluate())
+                self._write(0, self._evaluate() or {})
             if keeper.pending is not None:
                 self._write(self.step, self._finished(keeper.pending))
             if self.step >= self.total_steps and config.trainer.export and not keeper.is_exported(self.step):
@@ -171,7 +172,9 @@ class Run(RunStart):
                     hurried = bool(asked) and not last
                     evaluate = not broken and (_due(self.step, config.eval.interval) or (last and config.eval.after))
                     if evaluate and not hurried:
-                        metrics |= self._evaluate()
+                        found = self._evaluate(None if last else self._asked_to_stop)
+                        hurried, asked = found is None, self._asked_to_stop()
+                        metrics |= found or {}
                     save = config.trainer.save_interval
                     if not (broken or hurried) and (_due(self.step, save) or (last and save)):
                         with self._timers("save_checkpoint"):
@@ -221,7 +224,7 @@ class Run(RunStart):
     def _finished(self, metrics: Metrics) -> Metrics:
         """The metrics of the step before a run was stopped, with those of its evaluation."""
         assert self._keeper is not None
-        evaluated = self._evaluate()
+        evaluated = self._evaluate() or {}
         self._keeper.consider(self.step, evaluated)
         return metrics | evaluated
 
@@ -257,11 +260,16 @@ class Run(RunStart):
         )
         return found | memory_metrics()
 
-    def _evaluate(self) -> Metrics:
+    def _evaluate(self, give_up: Callable[[], object] | None = None) -> Metrics | None:
+        """None: it was given up, as `give_up` wanted."""
         if self._evaluator is None:
             return {}
         with self._timers("testing"):
-            metrics, rows = self._evaluator(self._update_weights(self._program.policy(self._state)), self.step)
+            view = self._update_weights(self._program.policy(self._state))
+            try:
+                metrics, rows = self._evaluator(view, self.step, give_up)
+            except GivenUp:
+                return None
         if self._writer and self.config.eval.responses:
             self._writer.evaluation(self.step, rows)
         return metrics
@@ -296,6 +304,8 @@ class Run(RunStart):
                 if folder.exists():  # of this run, when it was shorter
                     shutil.rmtree(folder)
                 export_policy(folder, policy, self._inputs.folder)
+                if self._keeper:
+                    self._keeper.exported(self.step)
         self._note(f"model: {folder}")
 
     def _write(self, step: int, metrics: Metrics) -> None:

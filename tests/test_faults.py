@@ -15,6 +15,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,8 @@ import pytest
 
 from jaxrl_llm import checkpoint, train
 from jaxrl_llm.checkpoint import Checkpoints
-from jaxrl_llm.errors import OutOfMemory, StorageError
+from jaxrl_llm.collect import start_scoring
+from jaxrl_llm.errors import OutOfMemory, StorageError, TryAgain, exit_code
 from jaxrl_llm.sharding import abstract_like
 from jaxrl_llm.trainer import Run, fit
 from jaxrl_llm.writers import read_jsonl
@@ -87,6 +89,28 @@ def test_a_signal_lets_the_step_end_and_saves(
     assert_same_run(tmp_path / "run", grpo)
 
 
+def test_a_signal_ends_an_evaluation_after_its_batch(
+    grpo: Watched, recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first of two batches, after the second step: the step is saved, and its evaluation is made up for."""
+    options, scored = [f"--config={recipe}", f"--workdir={tmp_path / 'run'}"], []
+
+    def signalling(*given: Any) -> Any:
+        scored.append(given)
+        if len(scored) == 3:  # two before the first step
+            os.kill(os.getpid(), signal.SIGTERM)
+        return start_scoring(*given)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("jaxrl_llm.evaluation.start_scoring", signalling)
+        assert train.main(options) == 75
+    assert len(scored) == 3
+    assert Checkpoints(tmp_path / "run" / "checkpoints").newest_good(strict=True) == (2, [])
+    assert not any(name.startswith("val-") for name in read_jsonl(tmp_path / "run" / "metrics.jsonl")[-1])
+    assert train.main(options) == 0
+    assert_same_run(tmp_path / "run", grpo)
+
+
 def test_a_second_signal_while_it_is_saved_changes_nothing(
     grpo: Watched, recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any
 ) -> None:
@@ -115,6 +139,40 @@ def test_a_signal_before_the_first_step_ends_at_once(
     assert train.main([f"--config={recipe}", f"--workdir={tmp_path / 'run'}"]) == 75
     assert "SIGTERM: stopped before the first step" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
+
+
+def test_a_signal_is_heard_while_the_configuration_is_read(
+    recipe: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    monkeypatch.setattr("jaxrl_llm.train.parse_args", own_signal(signal.SIGTERM))
+    assert train.main([f"--config={recipe}"]) == 75
+    assert "SIGTERM: stopped before the first step" in capsys.readouterr().err
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+@pytest.mark.parametrize(("kind", "code"), [(KeyboardInterrupt, 130), (TryAgain, 75)])
+def test_an_interruption_that_python_ignores_comes_again(kind: type[BaseException], code: int) -> None:
+    """As in a callback of the garbage collector, where exceptions are printed and forgotten."""
+
+    class Interrupted:
+        def __del__(self) -> None:
+            raise kind
+
+    def handle(*_: object) -> None:
+        raise TryAgain("asked again")
+
+    def body() -> None:
+        Interrupted()
+        end = time.monotonic() + 30
+        while time.monotonic() < end:
+            time.sleep(0.01)
+
+    before = signal.signal(signal.SIGTERM, handle)
+    try:
+        assert exit_code(body) == code
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def test_a_notebook_has_its_own_handlers(grpo: Watched) -> None:
@@ -401,9 +459,11 @@ def test_the_best_checkpoint_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     """It is remembered through a resume, and by whatever metric is asked for."""
     scores = {0: 0.1, 1: 0.2, 2: 0.9, 3: 0.4, 4: 0.3, 5: 0.5, 6: 0.95, 7: 0.1}
     evaluate = Run._evaluate
-    monkeypatch.setattr(
-        Run, "_evaluate", lambda run: evaluate(run) | {"val-core/signs/reward/mean@1": scores[run.step] * 2}
-    )
+
+    def scored(run: Run, *given: Any) -> dict[str, float]:
+        return (evaluate(run, *given) or {}) | {"val-core/signs/reward/mean@1": scores[run.step] * 2}
+
+    monkeypatch.setattr(Run, "_evaluate", scored)
     monkeypatch.setattr("jaxrl_llm.resume.EVALUATED", "val-core/signs/reward/mean@1")
     often: dict[str, Any] = {"trainer__save_interval": 1, "eval__interval": 1, "trainer__keep_checkpoints": 1}
     list(fit(tiny_folder.config(**GRPO, **often, trainer__steps=4), tmp_path))

@@ -100,7 +100,7 @@ ALLOWED: dict[str, set[str]] = {
     "reward_scorer": HOST | {"models", "steps", "compile_log", "compiled", "exchanges", "loading"},
     "signals": BASE,
     "watchdog": BASE,
-    "guard": {"config", "signals", "watchdog"},
+    "guard": BASE | {"config", "signals", "watchdog"},
     "profiling": BASE,
     "timers": {"metrics", "profiling", "steps", "watchdog"},
     "memory": {"compiled", "config", "run_mark"},
@@ -114,7 +114,7 @@ ALLOWED: dict[str, set[str]] = {
     | {"guard", "input_notes", "memory", "resume", "run_mark"}
     | {"peers", "reward_scorer", "samplers", "timers"},
     "trainer": HOST
-    | {"models", "steps", "loading", "compiled", "run_start"}
+    | {"models", "steps", "loading", "compiled", "evaluation", "run_start"}
     | {"accounting", "lengths", "profiling"}
     | {"guard", "health", "memory", "samples", "timers"},
     "hlo": set(),
@@ -125,14 +125,14 @@ ALLOWED: dict[str, set[str]] = {
     "phase_costs": CONFIG | {"costs", "hlo", "steps"},
     "chips": BASE,
     "plan": CONFIG | {"chips", "command_line", "costs", "models", "phase_costs"},
-    "train": {"command_line", "dry_run", "errors", "guard", "profiling", "trainer"},
+    "train": {"command_line", "dry_run", "errors", "guard", "profiling", "signals", "trainer"},
     "evaluate": HOST
     | {"command_line", "models", "steps", "loading", "collect", "compile_log", "compiled", "evaluation"}
     | {"reward_model", "reward_scorer", "run_files"},
     "fetch": BASE | {"models"},
     "supervised": HOST
     | {"command_line", "compile_log", "compiled", "evaluation", "guard", "lengths"}
-    | {"loading", "models", "steps", "timers", "trainer"},
+    | {"loading", "models", "signals", "steps", "timers", "trainer"},
     "sft": HOST | {"command_line", "exchanges", "models", "steps", "supervised"},
     "reward_model": HOST
     | {"accounting", "command_line", "compile_log", "compiled", "evaluation", "exchanges"}
