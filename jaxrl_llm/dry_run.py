@@ -88,7 +88,8 @@ class DryRun:
         for p in self.phases:
             sizes = (p.argument, p.output - p.alias, p.temp, p.peak)
             figures = "".join(f"{size / 1e6:>12,.2f}" for size in sizes)
-            figures += "".join(f"{flops / GB:>12,.3f}" for flops in (p.dot_flops, p.token_flops, p.xla_flops))
+            figures += "".join(f"{flops / GB:>12,.3f}" for flops in (p.dot_flops, p.token_flops))
+            figures += f"{p.xla_flops / GB:>12,.3f}" if p.xla_flops >= 0 else f"{'–':>12}"
             lines.append(f"  {p.name:<24}{figures}")
         lines.append(
             "  (outputs: new ones, not taken over from arguments; GFLOP: matrix products, loops counted, XLA's "

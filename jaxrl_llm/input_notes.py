@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import jax
 import jax.numpy as jnp
 
 from jaxrl_llm.config import Config, notices
 from jaxrl_llm.costs import Mesh, held_bytes, leaves
 from jaxrl_llm.data import PromptData
 from jaxrl_llm.loading import Inputs
+from jaxrl_llm.models.cache import KVCache
 from jaxrl_llm.models.lora import count
 from jaxrl_llm.repeats import repeat_notices
 from jaxrl_llm.steps.phases import Program
@@ -43,9 +45,21 @@ def mesh_notices(program: Program) -> list[str]:
             f"{whole:,.1f} MB of kernels over mesh.fsdp = {mesh.fsdp}; True gathers them once a rollout, for "
             f"{whole - part:,.1f} MB more on every device"
         )
+    heads = _kv_heads(program)
+    if heads % mesh.tensor:
+        found.append(
+            f"config.mesh.tensor = {mesh.tensor}: does not divide the model's {heads} heads of keys and values, so "
+            "that devices have parts of heads, and exchange them in every layer; it is exact, but slow"
+        )
     if config.model.sequence_parallel and mesh.tensor == 1:
         found.append("config.model.sequence_parallel = True: changes nothing, since mesh.tensor = 1")
     return found
+
+
+def _kv_heads(program: Program) -> int:
+    """Heads of keys and values; 0 for a model of one's own with another kind of cache."""
+    cache = jax.eval_shape(lambda: program.actor_model.init_cache(1, 1))
+    return jax.tree.leaves(cache.k)[0].shape[-3] if isinstance(cache, KVCache) else 0
 
 
 def _size(data: PromptData) -> str:

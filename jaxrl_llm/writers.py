@@ -294,7 +294,7 @@ class RunWriter:
         lines = [f"eval: {_scores(row)}" for row in evaluated(found)]
         if failed := failed_share(found):
             lines.append(f"the reward failed on {failed:.1%} of the responses in training (events.jsonl tells why)")
-        if self._config.logging.report:
+        if self._config.logging.report and (self.workdir / "report.html").exists():
             lines.append(f"report: {self.workdir / 'report.html'}")
         kept = self.workdir.glob("checkpoints/[0-9]*/checksums.json")
         steps = [int(path.parent.name) for path in kept if path.parent.name.isdecimal()]

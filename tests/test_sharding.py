@@ -282,6 +282,8 @@ def test_what_a_run_says_of_its_mesh() -> None:
         return mesh_notices(dataclasses.replace(program, layout=abstract_layout(**sizes)))
 
     assert notices({"tensor": 2}, model__sequence_parallel=True) == notices({"data": 4}) == []
+    (parted,) = notices({"tensor": 4})
+    assert parted.startswith("config.mesh.tensor = 4: does not divide the model's 2 heads of keys and values")
     (gathered,) = notices({"fsdp": 2})
     # Two layers of 10,240 elements of 4 bytes, half of which lie on each device as it is.
     assert "each of up to 8 tokens" in gathered and "gathers 0.1 MB of kernels over mesh.fsdp = 2" in gathered
