@@ -38,6 +38,8 @@ def compiled(p: Program) -> Any:
     return jax.jit(make_step(p, tiny.even_tokens))
 
 
+# Adam takes a whole step even where a gradient is nothing but rounding; a larger eps than usual keeps it from that.
+STEADY = {"optimizer__eps": 1e-4}
 GRPO = {"actor__use_kl_loss": True}
 PPO = {
     "algorithm__estimator": "gae",
@@ -64,7 +66,7 @@ def test_a_few_steps_raise_the_reward(overrides: dict[str, Any]) -> None:
 
 
 def test_vmapped_over_seeds_equals_single_runs() -> None:
-    p = program()
+    p = program(**STEADY)
     step = make_step(p, tiny.even_tokens)
     states = [start(p, seed) for seed in range(3)]
     stacked = jax.tree.map(lambda *xs: jnp.stack(xs), *states)
@@ -75,7 +77,7 @@ def test_vmapped_over_seeds_equals_single_runs() -> None:
         state, single, batch = one(states[seed], tiny.prompts(), keys[seed])
         np.testing.assert_array_equal(batches.responses[seed], batch.responses)
         jax.tree.map(
-            lambda a, b, seed=seed: np.testing.assert_allclose(a[seed], b, atol=2e-5),
+            lambda a, b, seed=seed: np.testing.assert_allclose(a[seed], b, atol=2e-6),
             many.actor.params,
             state.actor.params,
         )
@@ -167,15 +169,16 @@ def test_a_reference_that_follows_the_actor(dtype: Any) -> None:
 
 
 def test_a_critic_does_not_change_what_grpo_does_to_the_actor() -> None:
-    plain = program()
-    config = tiny.config(critic__enable="yes")
+    """But for the last bits: they are two programs, whose sums the compiler may order in two ways."""
+    plain = program(**STEADY)
+    config = tiny.config(critic__enable="yes", **STEADY)
     with_critic = make_program(config, tiny.model(), tiny.model(value_head=True))
     critic = tiny.params(9, value_head=True)
     a, _, _ = compiled(plain)(start(plain), tiny.prompts(), step_key(0, 0))
     b, metrics, _ = jax.jit(make_step(with_critic, tiny.even_tokens))(
         with_critic.init(tiny.params(), critic), tiny.prompts(), step_key(0, 0)
     )
-    jax.tree.map(np.testing.assert_array_equal, a.actor.params, b.actor.params)
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=1e-6), a.actor.params, b.actor.params)
     assert metrics["critic/vf_loss"] > 0
 
 
