@@ -48,3 +48,16 @@ def test_products_of_bfloat16_are_summed_and_returned_in_float32(by_rows: bool) 
     for a, b in zip(*gradients, strict=True):
         assert a.dtype == jnp.bfloat16
         np.testing.assert_allclose(np.float32(a), np.float32(b), rtol=0.03, atol=0.05)
+
+
+@pytest.mark.parametrize("by_rows", [False, True])
+def test_a_product_that_is_worth_keeping_is_not_computed_again(by_rows: bool) -> None:
+    """As model.remat = "dots" has it: one product forwards, two backwards."""
+
+    def loss(x: Any, kernel: Any) -> Any:
+        return jnp.sin(matmul_rows(x, kernel) if by_rows else matmul(x, kernel)).sum()
+
+    kept = jax.checkpoint(loss, policy=jax.checkpoint_policies.dots_with_no_batch_dims_saveable)
+    given = jnp.ones((3, 4)), jnp.ones((5, 4) if by_rows else (4, 5))
+    text = jax.jit(jax.value_and_grad(kept, (0, 1))).lower(*given).as_text()
+    assert text.count("stablehlo.dot_general") == 3

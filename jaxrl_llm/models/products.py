@@ -28,7 +28,8 @@ def _matmul(dtype: Any, x: Array, kernel: Array) -> Array:
 
 
 def _forward(dtype: Any, x: Array, kernel: Array) -> tuple[Array, tuple[Array, Array]]:
-    return _matmul(dtype, x, kernel), (x, kernel)
+    # The plain product, which `jax.checkpoint`'s policies know as one that is worth keeping (model.remat = "dots").
+    return jnp.matmul(x, kernel, preferred_element_type=dtype), (x, kernel)
 
 
 def _backward(dtype: Any, kept: tuple[Array, Array], g: Array) -> tuple[Array, Array]:
@@ -48,12 +49,16 @@ _matmul.defvjp(_forward, _backward)
 @jax.custom_vjp
 def matmul_rows(x: Array, table: Array) -> Array:
     """x [..., D] @ tableᵀ, table [V, D], of one dtype; float32 at least."""
+    return _by_rows(x, table)
+
+
+def _by_rows(x: Array, table: Array) -> Array:
     accumulate = jnp.promote_types(x.dtype, jnp.float32)
     return jax.lax.dot_general(x, table, (((x.ndim - 1,), (1,)), ((), ())), preferred_element_type=accumulate)
 
 
 def _forward_rows(x: Array, table: Array) -> tuple[Array, tuple[Array, Array]]:
-    return matmul_rows(x, table), (x, table)
+    return _by_rows(x, table), (x, table)
 
 
 def _backward_rows(kept: tuple[Array, Array], g: Array) -> tuple[Array, Array]:
