@@ -26,6 +26,7 @@ from benchmarks.measure.clock import repeated
 from benchmarks.measure.options import Line, add_sampling, run, sampling_of
 from benchmarks.measure.work import clocked, found, model_flops, silent
 from jaxrl_llm.compiled import Compiled, compile_sampler
+from jaxrl_llm.huge_pages import in_huge_pages
 from jaxrl_llm.steps.phases import train_sampling
 from jaxrl_llm.types import Batch
 
@@ -62,4 +63,5 @@ def measure(case: Case, folder: Path) -> Line:
 
 
 if __name__ == "__main__":
+    in_huge_pages()
     main()

@@ -29,6 +29,7 @@ from benchmarks.measure.work import clocked, found, model_flops, silent
 from jaxrl_llm.algorithms.log_probs import from_hidden
 from jaxrl_llm.compiled import Compiled
 from jaxrl_llm.costs import Mesh, head_flops
+from jaxrl_llm.huge_pages import in_huge_pages
 from jaxrl_llm.steps.packing import needed_width
 from jaxrl_llm.types import Array, Params
 
@@ -87,4 +88,5 @@ def _head(case: Case, folder: Path) -> Line:
 
 
 if __name__ == "__main__":
+    in_huge_pages()
     main()

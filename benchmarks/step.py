@@ -25,6 +25,7 @@ from benchmarks.measure.options import Line, add_sampling, run, sampling_of
 from benchmarks.measure.work import clocked, found, model_flops
 from jaxrl_llm import fit
 from jaxrl_llm.compiled import programs_in_use
+from jaxrl_llm.huge_pages import in_huge_pages
 from jaxrl_llm.memory import size
 
 TIMER = "timing_s/"
@@ -64,4 +65,5 @@ def measure(case: Case, folder: Path) -> Line:
 
 
 if __name__ == "__main__":
+    in_huge_pages()
     main()

@@ -23,6 +23,7 @@ from benchmarks.measure.clock import repeated
 from benchmarks.measure.options import Line, run
 from benchmarks.measure.work import clocked, found, model_flops, silent
 from jaxrl_llm.compiled import compile_training
+from jaxrl_llm.huge_pages import in_huge_pages
 from jaxrl_llm.loading import state_shardings
 from jaxrl_llm.sharding import abstract_like
 from jaxrl_llm.steps.step import ACTOR
@@ -59,4 +60,5 @@ def measure(case: Case, folder: Path) -> Line:
 
 
 if __name__ == "__main__":
+    in_huge_pages()
     main()

@@ -18,6 +18,7 @@ import numpy as np
 from jaxrl_llm.command_line import keep_programs, make_parser, parse_args, run_config
 from jaxrl_llm.config import Config
 from jaxrl_llm.errors import UserError, exit_code, leave, put, say
+from jaxrl_llm.huge_pages import in_huge_pages
 from jaxrl_llm.run_files import storage, to_line
 
 
@@ -163,4 +164,5 @@ def summary(name: str, source: str, rows: Sequence[dict[str, Any]]) -> str:
 
 
 if __name__ == "__main__":
+    in_huge_pages()
     leave(main())

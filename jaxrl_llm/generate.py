@@ -22,6 +22,7 @@ from jaxrl_llm.chat import render_prompt
 from jaxrl_llm.command_line import keep_programs, load_config, run_config
 from jaxrl_llm.config import Config, from_config_dict
 from jaxrl_llm.errors import UserError, exit_code, leave, put, say
+from jaxrl_llm.huge_pages import in_huge_pages
 from jaxrl_llm.loading import load_inputs, make_layout, make_models, policy_params, stop_rules
 from jaxrl_llm.models import hf
 from jaxrl_llm.steps.rollout import begin, decode
@@ -229,4 +230,5 @@ def _show(prompts: Sequence[str], samples: int, so_far: Iterator[list[tuple[str,
 
 
 if __name__ == "__main__":
+    in_huge_pages()
     leave(main())

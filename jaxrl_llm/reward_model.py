@@ -27,6 +27,7 @@ from jaxrl_llm.data import PromptBatch, PromptData
 from jaxrl_llm.errors import UserError, leave, naming, of_kind
 from jaxrl_llm.evaluation import GivenUp, evaluation_metrics
 from jaxrl_llm.exchanges import Exchanges
+from jaxrl_llm.huge_pages import in_huge_pages
 from jaxrl_llm.loading import Inputs, load_inputs, make_layout, make_reward_model, policy_params
 from jaxrl_llm.models import classifier, hf
 from jaxrl_llm.records import field
@@ -280,4 +281,5 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    in_huge_pages()
     leave(main())

@@ -21,6 +21,7 @@ from jaxrl_llm.control_tokens import check_characters
 from jaxrl_llm.data import PromptBatch
 from jaxrl_llm.errors import UserError, leave, naming, of_kind
 from jaxrl_llm.exchanges import check_ids
+from jaxrl_llm.huge_pages import in_huge_pages
 from jaxrl_llm.models import hf
 from jaxrl_llm.records import field
 from jaxrl_llm.steps.phases import Program
@@ -97,4 +98,5 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    in_huge_pages()
     leave(main())

@@ -13,6 +13,7 @@ from pathlib import Path
 from jaxrl_llm.command_line import join_peers, keep_programs, make_parser, parse_args
 from jaxrl_llm.errors import UserError, leave, put, say
 from jaxrl_llm.guard import guarded_exit_code, run_guarded
+from jaxrl_llm.huge_pages import in_huge_pages
 from jaxrl_llm.signals import StopSignals
 
 
@@ -62,4 +63,5 @@ def _check_device_memory(given: float | None, dry_run: bool) -> None:
 
 
 if __name__ == "__main__":
+    in_huge_pages()
     leave(main())
