@@ -12,6 +12,9 @@ if "xla_backend_optimization_level" not in os.environ.get("XLA_FLAGS", ""):
 os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"
 os.environ.pop("JAX_COMPILATION_CACHE_DIR", None)
 
+# The small commands that tests start need not begin twice.
+os.environ.setdefault("GLIBC_TUNABLES", "glibc.malloc.hugetlb=0")
+
 import jax
 import pytest
 from hypothesis import settings

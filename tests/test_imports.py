@@ -91,6 +91,7 @@ ALLOWED: dict[str, set[str]] = {
     "lengths": set(),
     "peaks": {"chips", "run_files"},
     "compilation_cache": set(),
+    "huge_pages": set(),
     "compile_log": set(),
     "compiled": HOST | {"compile_log", "models", "steps"},
     "samplers": HOST | {"models", "steps", "compiled", "loading"},
@@ -125,22 +126,22 @@ ALLOWED: dict[str, set[str]] = {
     "phase_costs": CONFIG | {"costs", "hlo", "steps"},
     "chips": BASE,
     "plan": CONFIG | {"chips", "command_line", "costs", "models", "phase_costs"},
-    "train": {"command_line", "dry_run", "errors", "guard", "profiling", "signals", "trainer"},
+    "train": {"command_line", "dry_run", "errors", "guard", "huge_pages", "profiling", "signals", "trainer"},
     "evaluate": HOST
     | {"command_line", "models", "steps", "loading", "collect", "compile_log", "compiled", "evaluation"}
-    | {"reward_model", "reward_scorer", "run_files"},
+    | {"huge_pages", "reward_model", "reward_scorer", "run_files"},
     "fetch": BASE | {"models"},
     "supervised": HOST
     | {"command_line", "compile_log", "compiled", "evaluation", "guard", "lengths"}
     | {"loading", "models", "signals", "steps", "timers", "trainer"},
-    "sft": HOST | {"command_line", "exchanges", "models", "steps", "supervised"},
+    "sft": HOST | {"command_line", "exchanges", "huge_pages", "models", "steps", "supervised"},
     "reward_model": HOST
     | {"accounting", "command_line", "compile_log", "compiled", "evaluation", "exchanges"}
-    | {"loading", "models", "steps", "supervised"},
+    | {"huge_pages", "loading", "models", "steps", "supervised"},
     "export": {"command_line", "errors", "loading", "models"},
     "quickstart": BASE | {"models"},
     "__main__": set(),
-    "generate": HOST | {"command_line", "models", "steps", "loading"},
+    "generate": HOST | {"command_line", "huge_pages", "models", "steps", "loading"},
 }
 
 

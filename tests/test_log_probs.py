@@ -144,26 +144,58 @@ def test_what_is_not_asked_for_is_not_there() -> None:
     assert stats.entropys is None and stats.sum_pi_squared is None
 
 
-def test_logits_never_exist_for_all_tokens() -> None:
-    """Neither the forward nor the backward pass has an array of the size of all logits."""
+@pytest.mark.parametrize("chunk", [3, WIDTH])
+def test_entropies_held_constant_keep_their_values(chunk: int) -> None:
+    def total(hidden: Any, with_entropy: bool, entropy_gradient: bool) -> tuple[Any, Any]:
+        given: dict[str, Any] = {"with_entropy": with_entropy, "entropy_gradient": entropy_gradient}
+        stats = from_hidden(lambda h: h @ HEAD, hidden, jnp.asarray(LABELS), chunk=chunk, **given)
+        return jnp.sin(stats.log_probs).sum() + (0 if stats.entropys is None else stats.entropys.sum()), stats.entropys
 
-    def total(hidden: Any) -> Any:
-        return from_hidden(lambda h: h @ HEAD, hidden, jnp.asarray(LABELS), chunk=2)[0].sum()
+    gradient = jax.jit(jax.grad(total, has_aux=True), static_argnums=(1, 2))
+    without, _ = gradient(HIDDEN, False, True)
+    moving, entropys = gradient(HIDDEN, True, True)
+    held, same = gradient(HIDDEN, True, False)
+    np.testing.assert_array_equal(same, entropys)
+    np.testing.assert_allclose(held, without, rtol=1e-6, atol=1e-7)
+    assert np.abs(moving - held).max() > 1e-2
 
-    sizes: list[int] = []
+
+def equations(function: Any, *args: Any) -> list[Any]:
+    """All of a function's, those within loops and checkpoints as well."""
+    found: list[Any] = []
 
     def walk(jaxpr: Any) -> None:
         for equation in jaxpr.eqns:
-            sizes.extend(v.aval.size for v in equation.outvars if hasattr(v.aval, "size"))
+            found.append(equation)
             for value in equation.params.values():
                 for inner in value if isinstance(value, tuple | list) else (value,):
                     inner = getattr(inner, "jaxpr", inner)
                     if hasattr(inner, "eqns"):
                         walk(inner)
 
-    walk(jax.make_jaxpr(jax.grad(total))(HIDDEN).jaxpr)
+    walk(jax.make_jaxpr(function)(*args).jaxpr)
+    return found
+
+
+def in_chunks_of_two(hidden: Any) -> Any:
+    return from_hidden(lambda h: h @ HEAD, hidden, jnp.asarray(LABELS), chunk=2, with_entropy=False)[0].sum()
+
+
+def test_logits_never_exist_for_all_tokens() -> None:
+    """Neither the forward nor the backward pass has an array of the size of all logits."""
+    outs = [v for equation in equations(jax.grad(in_chunks_of_two), HIDDEN) for v in equation.outvars]
+    sizes = [v.aval.size for v in outs if hasattr(v.aval, "size")]
     assert ROWS * 2 * VOCAB in sizes  # a chunk's logits
     assert max(sizes) < ROWS * WIDTH * VOCAB
+
+
+def test_the_backward_pass_computes_logits_again_and_nothing_else() -> None:
+    """Maxima and sums over the vocabulary are kept; they are one number a token."""
+    names = [equation.primitive.name for equation in equations(jax.grad(in_chunks_of_two), HIDDEN)]
+    # Forward, again, and the gradient in the hidden states.
+    assert names.count("dot_general") == 3
+    over_vocabulary = [name for name in names if name in ("reduce_max", "log")]
+    assert over_vocabulary == ["reduce_max", "log"]
 
 
 @pytest.mark.parametrize("kind", [*KL_KINDS, *(kind + "+" for kind in KL_KINDS)])

@@ -41,7 +41,8 @@ def params(seed: int = 0, **kwargs: Any) -> Params:
     def fresh(key: Array) -> Params:
         return jax.tree.map(lambda x: 6 * x if x.ndim > 2 else x, init_params(model(**kwargs), key))
 
-    return fresh(jax.random.key(seed))
+    with jax.ensure_compile_time_eval():  # kept for others, so it must not be of a program that is being traced
+        return fresh(jax.random.key(seed))
 
 
 def config(**overrides: Any) -> Config:

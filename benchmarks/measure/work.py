@@ -13,6 +13,7 @@ import numpy as np
 
 from benchmarks.measure.cases import Case, Costs
 from benchmarks.measure.clock import cores, matmul_peak, rss_mb, timing
+from jaxrl_llm.compile_log import Compilation
 from jaxrl_llm.compiled import Compiled
 from jaxrl_llm.costs import Mesh, forward_flops, head_flops
 
@@ -31,7 +32,7 @@ def model_flops(case: Case, costs: Costs, response_lengths: np.ndarray) -> float
     return forward_flops(costs, mesh, tokens, pairs) + head_flops(costs, mesh, int(response_lengths.sum()))
 
 
-def silent(text: str) -> None:
+def silent(told: Compilation) -> None:
     """Where the trainer would be told what is being compiled."""
 
 

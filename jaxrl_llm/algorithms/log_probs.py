@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
 from jaxrl_llm.errors import nearest
 
@@ -16,6 +17,10 @@ Array = jax.Array
 LOG_RATIO_LIMIT = 20.0  # exp(±20) is 4.9e8: log-ratios are clipped here before they are exponentiated
 OVERFLOW_LIMIT = 60.0  # exp(60) is 1.1e26: where a formula has no clip of its own, this keeps float32 finite
 K3_LIMIT = 10.0
+
+# Of a chunk of tokens the backward pass finds these, and computes the logits alone again.
+PER_TOKEN = "jaxrl_llm_per_token"
+KEPT = jax.checkpoint_policies.save_only_these_names(PER_TOKEN)
 
 
 class TokenStats(NamedTuple):
@@ -76,6 +81,7 @@ def from_hidden(
     temperature: float | Array = 1.0,
     chunk: int,
     with_entropy: bool = True,
+    entropy_gradient: bool = True,
     with_sum_pi_squared: bool = False,
 ) -> TokenStats:
     """Log-probs of labels from hidden states, without ever holding the logits of all positions.
@@ -91,6 +97,7 @@ def from_hidden(
       temperature: T > 0; it has no gradient.
       chunk: positions at a time, at least 1; R need not be a multiple.
       with_entropy: False leaves `entropys` None.
+      entropy_gradient: False holds entropies constant, which costs less.
       with_sum_pi_squared: False leaves `sum_pi_squared` None.
 
     >>> stats = from_hidden(lambda hidden: hidden, jnp.zeros((1, 3, 4)), jnp.array([[1, 1, 1]]), chunk=2)
@@ -100,16 +107,17 @@ def from_hidden(
     rows, width, size = hidden.shape
     chunk = min(chunk, width)
     count = -(-width // chunk)
+    wanted = with_entropy, with_entropy and entropy_gradient, with_sum_pi_squared
 
     def stats(pair: tuple[Array, Array]) -> TokenStats:
-        return _token_stats(logits_fn(pair[0]), pair[1], temperature, with_entropy, with_sum_pi_squared)
+        return _token_stats(logits_fn(pair[0]), pair[1], temperature, wanted)
 
     if count == 1:
         return stats((hidden, labels))  # no more would be kept than is computed at once anyway
     padding = count * chunk - width
     hidden = jnp.pad(hidden, ((0, 0), (0, padding), (0, 0))).reshape(rows, count, chunk, size).swapaxes(0, 1)
     labels = jnp.pad(labels, ((0, 0), (0, padding))).reshape(rows, count, chunk).swapaxes(0, 1)
-    chunks = jax.lax.map(jax.checkpoint(stats), (hidden, labels))
+    chunks = jax.lax.map(jax.checkpoint(stats, policy=KEPT), (hidden, labels))
     return jax.tree.map(lambda x: x.swapaxes(0, 1).reshape(rows, count * chunk)[:, :width], chunks)
 
 
@@ -206,47 +214,59 @@ def _sum_pi_squared(log_pi: Array) -> Array:
 
 
 def _token_stats(
-    logits: Array, labels: Array, temperature: float | Array, with_entropy: bool, with_sum_pi_squared: bool
+    logits: Array, labels: Array, temperature: float | Array, wanted: tuple[bool, bool, bool]
 ) -> TokenStats:
     high = jnp.promote_types(logits.dtype, jnp.float32)
-    return _stats(with_entropy, with_sum_pi_squared, logits, labels, jnp.asarray(temperature, high))
+    return _stats(wanted, logits, labels, jnp.asarray(temperature, high))
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _stats(
-    with_entropy: bool, with_sum_pi_squared: bool, logits: Array, labels: Array, temperature: Array
-) -> TokenStats:
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _stats(wanted: tuple[bool, bool, bool], logits: Array, labels: Array, temperature: Array) -> TokenStats:
     """`TokenStats` of logits [..., V], with a gradient by formula: nothing else of a chunk is kept for it, and no
-    scatter puts a token's share into its place. The temperature has no gradient."""
-    return _stats_forward(with_entropy, with_sum_pi_squared, logits, labels, temperature)[0]
+    scatter puts a token's share into its place. The temperature has no gradient.
+
+    Args:
+      wanted: whether entropies, a gradient of theirs, and Σπ² are.
+    """
+    return _stats_forward(wanted, logits, labels, temperature)[0]
 
 
 def _stats_forward(
-    with_entropy: bool, with_sum_pi_squared: bool, logits: Array, labels: Array, temperature: Array
+    wanted: tuple[bool, bool, bool], logits: Array, labels: Array, temperature: Array
 ) -> tuple[TokenStats, Any]:
-    log_pi = _log_softmax(logits, temperature)
+    with_entropy, _, with_sum_pi_squared = wanted
+    logits = logits.astype(temperature.dtype)
+    top = logits.max(-1, keepdims=True)
+    shifted = (logits - top) / temperature
+    log_sum = _log_sum_exp(shifted)
+    log_pi = shifted - log_sum
     stats = TokenStats(
         log_probs=_at(log_pi, labels),
         entropys=_entropy(log_pi) if with_entropy else None,
         sum_pi_squared=_sum_pi_squared(log_pi) if with_sum_pi_squared else None,
     )
-    return stats, (logits, labels, temperature, stats)
+    norm, stats = checkpoint_name(((top, log_sum), stats), PER_TOKEN)
+    return stats, (logits, labels, temperature, norm, stats)
 
 
-def _stats_backward(with_entropy: bool, with_sum_pi_squared: bool, kept: Any, g: TokenStats) -> tuple[Any, ...]:
+def _stats_backward(wanted: tuple[bool, bool, bool], kept: Any, g: TokenStats) -> tuple[Any, ...]:
     """With z = logits / T: ∂ log π_a / ∂z_v = [v = a] − π_v, ∂H / ∂z_v = −π_v (log π_v + H),
     ∂ Σπ² / ∂z_v = 2 π_v (π_v − Σπ²)."""
-    del with_entropy, with_sum_pi_squared
-    logits, labels, temperature, stats = kept
-    log_pi = _log_softmax(logits, temperature)
+    logits, labels, temperature, (top, log_sum), stats = kept
+    # What these come of would be fused into the pass over the vocabulary, and computed again for each of its entries.
+    g = jax.lax.optimization_barrier(g)
+    log_pi = (logits - top) / temperature - log_sum
     pi = jnp.exp(log_pi)
+    pull = g.log_probs[..., None]
     slots = jnp.arange(logits.shape[-1], dtype=labels.dtype)[(None,) * labels.ndim]
-    of_logits = g.log_probs[..., None] * (jnp.where(slots == labels[..., None], 1, 0) - pi)
-    if stats.entropys is not None and g.entropys is not None:
-        surprise = jnp.where(pi > 0, log_pi, 0) + stats.entropys[..., None]
-        of_logits = of_logits - g.entropys[..., None] * pi * surprise
-    if stats.sum_pi_squared is not None and g.sum_pi_squared is not None:
-        of_logits = of_logits + 2 * g.sum_pi_squared[..., None] * pi * (pi - stats.sum_pi_squared[..., None])
+    of_label = jnp.where(slots == labels[..., None], pull, 0)
+    if wanted[1]:
+        assert g.entropys is not None and stats.entropys is not None
+        pull = pull + g.entropys[..., None] * (jnp.where(pi > 0, log_pi, 0) + stats.entropys[..., None])
+    if wanted[2]:
+        assert g.sum_pi_squared is not None and stats.sum_pi_squared is not None
+        pull = pull - 2 * g.sum_pi_squared[..., None] * (pi - stats.sum_pi_squared[..., None])
+    of_logits = of_label - pi * pull
     return (of_logits / temperature).astype(logits.dtype), None, jnp.zeros_like(temperature)
 
 

@@ -57,6 +57,7 @@ def make_actor_loss(
             temperature=temperature,
             chunk_tokens=chunk_tokens,
             with_entropy=entropy_coeff != 0 or first_and_only or top_entropy_quantile < 1,
+            entropy_gradient=entropy_coeff != 0,
             packed_width=packed_width,
         )
         new, mask = stats.log_probs, rows.loss_mask

@@ -88,6 +88,7 @@ def score_tokens(
     temperature: float,
     chunk_tokens: int,
     with_entropy: bool = True,
+    entropy_gradient: bool = True,
     with_sum_pi_squared: bool = False,
     packed_width: int | None = None,
 ) -> TokenStats:
@@ -97,6 +98,7 @@ def score_tokens(
       batch: B rows with responses; nothing else of it is read.
       temperature: above 0.
       with_entropy, with_sum_pi_squared: what is left out is None.
+      entropy_gradient: False holds entropies constant, which costs less.
       packed_width: S, to compute lines of a prompt and S slots in which its responses are packed (packing.py), where
         each prompt's have at most S tokens together. None computes the padding of the response frame as well.
 
@@ -113,6 +115,7 @@ def score_tokens(
         temperature=temperature,
         chunk=max(1, chunk_tokens // labels.shape[0]),
         with_entropy=with_entropy,
+        entropy_gradient=entropy_gradient,
         with_sum_pi_squared=with_sum_pi_squared,
     )
     return jax.tree.map(in_rows, stats)
