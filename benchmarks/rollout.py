@@ -22,7 +22,7 @@ import numpy as np
 
 from benchmarks.measure import lengths
 from benchmarks.measure.cases import Case, open_job, random_prompts
-from benchmarks.measure.clock import repeated
+from benchmarks.measure.clock import beside_peak
 from benchmarks.measure.options import Line, add_sampling, run, sampling_of
 from benchmarks.measure.work import clocked, found, model_flops, silent
 from jaxrl_llm.compiled import Compiled, compile_sampler
@@ -54,12 +54,12 @@ def measure(case: Case, folder: Path) -> Line:
         sampled.append(jax.block_until_ready(sampler(view, prompts, program.stops, np.int32(next(steps)))))
 
     sampled: list[Batch] = []
-    seconds = repeated(sample, case.repeats)
+    timed = beside_peak(sample, case.repeats, case.dtype)
     drawn = [np.asarray(batch.response_length) for batch in sampled[1:]]
     assert limits is None or all((d == np.repeat(limits, case.n)).all() for d in drawn), "a response ended elsewhere"
     tokens = round(np.mean([d.sum() for d in drawn]))
     flops = statistics.fmean(model_flops(case, job.costs, d) for d in drawn)
-    return found(case, seconds, compile_s, sampler, tokens, flops) | {"longest": int(np.max(drawn))}
+    return found(case, *timed, compile_s, sampler, tokens, flops) | {"longest": int(np.max(drawn))}
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ import numpy as np
 
 from benchmarks.measure import lengths
 from benchmarks.measure.cases import Case, open_job, random_batch, random_tokens
-from benchmarks.measure.clock import repeated
+from benchmarks.measure.clock import beside_peak
 from benchmarks.measure.options import Line, run
 from benchmarks.measure.work import clocked, found, model_flops, silent
 from jaxrl_llm.algorithms.log_probs import from_hidden
@@ -61,9 +61,9 @@ def _phase(case: Case, folder: Path) -> Line:
     needed, packed = needed_width(drawn, job.program.group), job.program.packed.get(name, {})
     score = next((fn for slots, fn in packed.items() if needed <= slots), score)
     phase, compile_s = clocked(lambda: Compiled(name, score, job.params, batch, report=silent, out_shardings=rows))
-    seconds = repeated(lambda: jax.block_until_ready(phase(job.params, batch)), case.repeats)
+    timed = beside_peak(lambda: jax.block_until_ready(phase(job.params, batch)), case.repeats, case.dtype)
     tokens = case.prompts * case.n * case.prompt_length + int(drawn.sum())
-    return found(case, seconds, compile_s, phase, tokens, model_flops(case, job.costs, drawn))
+    return found(case, *timed, compile_s, phase, tokens, model_flops(case, job.costs, drawn))
 
 
 def _head(case: Case, folder: Path) -> Line:
@@ -82,9 +82,9 @@ def _head(case: Case, folder: Path) -> Line:
 
     both, given = jax.value_and_grad(loss, (0, 1)), (head, hidden, labels)
     phase, compile_s = clocked(lambda: Compiled("head", both, *given, report=silent))
-    seconds = repeated(lambda: jax.block_until_ready(phase(*given)), case.repeats)
+    timed = beside_peak(lambda: jax.block_until_ready(phase(*given)), case.repeats, case.dtype)
     flops = head_flops(job.costs, Mesh(), rows * width)
-    return found(case, seconds, compile_s, phase, int(np.size(labels)), 3 * flops)
+    return found(case, *timed, compile_s, phase, int(np.size(labels)), 3 * flops)
 
 
 if __name__ == "__main__":

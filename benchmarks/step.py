@@ -21,6 +21,7 @@ import numpy as np
 
 from benchmarks.measure import lengths
 from benchmarks.measure.cases import Case, config_of, costs_of
+from benchmarks.measure.clock import matmul_peak
 from benchmarks.measure.options import Line, add_sampling, run, sampling_of
 from benchmarks.measure.work import clocked, found, model_flops
 from jaxrl_llm import fit
@@ -57,8 +58,9 @@ def measure(case: Case, folder: Path) -> Line:
     costs = costs_of(config, folder)
     flops = statistics.fmean(model_flops(case, costs, drawn) for _, drawn in steps)
     passes = 4 + sum(name in by_phase for name in ("old_log_prob", "ref"))
+    peaks = [matmul_peak(case.dtype)] * case.repeats
     largest = max(programs_in_use(), key=size)
-    return found(case, by_phase["step"], compile_s, largest, tokens, passes * flops) | {
+    return found(case, by_phase["step"], peaks, compile_s, largest, tokens, passes * flops) | {
         "iter_s": round(statistics.median(iterations), 5),
         "phases": {name: round(statistics.median(values), 5) for name, values in by_phase.items()},
     }

@@ -19,7 +19,7 @@ import numpy as np
 
 from benchmarks.measure import lengths
 from benchmarks.measure.cases import Case, open_job, scored_batch
-from benchmarks.measure.clock import repeated
+from benchmarks.measure.clock import beside_peak
 from benchmarks.measure.options import Line, run
 from benchmarks.measure.work import clocked, found, model_flops, silent
 from jaxrl_llm.compiled import compile_training
@@ -52,11 +52,11 @@ def measure(case: Case, folder: Path) -> Line:
         jax.block_until_ready(state)
 
     training = training.fit(drawn)
-    seconds = repeated(update, case.repeats)
+    timed = beside_peak(update, case.repeats, case.dtype)
     assert int(state.updates) == training.count * (case.repeats + 1), "updates were skipped"
     flops = model_flops(case, job.costs, drawn)
     tokens = case.prompts * case.n * case.prompt_length + int(drawn.sum())
-    return found(case, seconds, compile_s, training.update, tokens, 3 * flops)
+    return found(case, *timed, compile_s, training.update, tokens, 3 * flops)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import resource
 import statistics
@@ -32,6 +33,19 @@ def matmul_peak(dtype: str = "float32") -> float:
     a, b = (jax.random.normal(key, (PEAK_SIZE, PEAK_SIZE), dtype) for key in jax.random.split(jax.random.key(0)))
     product = jax.jit(jnp.matmul)
     return 2 * PEAK_SIZE**3 / min(repeated(lambda: product(a, b).block_until_ready(), PEAK_REPEATS))
+
+
+def beside_peak(fn: Callable[[], Any], repeats: int, dtype: str) -> tuple[list[float], list[float]]:
+    """`repeated`, and `matmul_peak` while each call was timed: the mean of before and after it, since the speed of a
+    machine that is shared changes by half within a minute."""
+    fn()
+    seconds, peaks = [], [matmul_peak(dtype)]
+    for _ in range(repeats):
+        start = time.perf_counter()
+        fn()
+        seconds.append(time.perf_counter() - start)
+        peaks.append(matmul_peak(dtype))
+    return seconds, [(before + after) / 2 for before, after in itertools.pairwise(peaks)]
 
 
 def cores() -> int:

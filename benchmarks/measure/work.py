@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from benchmarks.measure.cases import Case, Costs
-from benchmarks.measure.clock import cores, matmul_peak, rss_mb, timing
+from benchmarks.measure.clock import cores, rss_mb, timing
 from jaxrl_llm.compile_log import Compilation
 from jaxrl_llm.compiled import Compiled
 from jaxrl_llm.costs import Mesh, forward_flops, head_flops
@@ -43,15 +43,25 @@ def clocked(make: Callable[[], Any]) -> tuple[Any, float]:
     return made, time.perf_counter() - start
 
 
-def found(case: Case, seconds: Sequence[float], compile_s: float, program: Compiled, tokens: int, flops: float) -> Line:
+def found(
+    case: Case,
+    seconds: Sequence[float],
+    peaks: Sequence[float],
+    compile_s: float,
+    program: Compiled,
+    tokens: int,
+    flops: float,
+) -> Line:
     """The line of a case: speed, memory, and how far it is from what the machine can do.
 
     Args:
+      seconds: of each call.
+      peaks: FLOP/s of a matrix product while it ran.
       program: that was timed.
       tokens: that a call works on.
       flops: of a call.
     """
-    peak, memory = matmul_peak(case.dtype), program.executable.memory_analysis()
+    memory = program.executable.memory_analysis()
     line = timing(seconds, tokens) | {"compile_s": round(compile_s, 2)}
     if memory is not None:
         line |= {
@@ -59,7 +69,8 @@ def found(case: Case, seconds: Sequence[float], compile_s: float, program: Compi
             "argument_mb": round(memory.argument_size_in_bytes / 1e6, 1),
             "output_mb": round((memory.output_size_in_bytes - memory.alias_size_in_bytes) / 1e6, 1),
         }
-    speed = flops / statistics.median(seconds)
+    speed, peak = flops / statistics.median(seconds), statistics.median(peaks)
+    of_peak = statistics.median(flops / s / p for s, p in zip(seconds, peaks, strict=True))
     line |= {"rss_mb": rss_mb(), "gflop": round(flops / 1e9, 3), "gflop_per_s": round(speed / 1e9, 1)}
-    line |= {"peak_gflop_per_s": round(peak / 1e9, 1), "of_peak": round(speed / peak, 3)}
+    line |= {"peak_gflop_per_s": round(peak / 1e9, 1), "of_peak": round(of_peak, 3)}
     return line | {"cores": cores(), "jax": jax.__version__, "python": sys.version.split()[0]}

@@ -99,7 +99,7 @@ def _smollm2() -> list[Row]:
     )
     step = Program("ours", "benchmarks.step", f"--json {grouped}", calls=1)
     dense, shared = (
-        Program("ours", "benchmarks.scoring", f"--json {options}", calls=1)
+        Program("ours", "benchmarks.scoring", f"--json {options} --logprob-chunk 128", calls=1)
         for options in (f"{shape} --prompts 64 --n 1", grouped)
     )
     scoring, iteration = Figure(transformers, part="scoring"), Figure(step, "iter_s")
