@@ -40,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         axes[0].plot(steps, _trailing_mean(rewards), color=color, linewidth=2, label=run.name)
         for source in _sources(lines):
             steps, accuracy = _series(lines, CORE.format(source))
-            problems = _series(lines, f"val-aux/{source}/problems")[1][0]
+            problems = round(_series(lines, f"val-aux/{source}/problems")[1][0])
             trained = f"{source}_held_out" in _sources(lines)  # so the recipes name what training draws from
             bounds = np.array([wilson_interval(a * problems, problems) for a in accuracy])
             axes[1].errorbar(

@@ -44,6 +44,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     matplotlib.use("agg")
     from matplotlib import pyplot
+    from matplotlib.patches import Rectangle
 
     figure, axes = pyplot.subplots(figsize=(9, 1.4 + 0.55 * len(lines)), layout="constrained")
     for row, line in enumerate(lines):
@@ -59,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     axes.spines[["top", "right", "left"]].set_visible(False)
     axes.tick_params(axis="y", length=0)
     there = [phase for phase in COLOURS if any(shares(line).get(phase, 0) > 0.002 for line in lines)]
-    handles = [pyplot.Rectangle((0, 0), 1, 1, color=COLOURS[phase], label=phase) for phase in there]
+    handles = [Rectangle((0, 0), 1, 1, color=COLOURS[phase], label=phase) for phase in there]
     figure.legend(handles=handles, loc="outside upper center", ncols=5, frameon=False, fontsize=9)
     figure.savefig(args.picture, dpi=150)
 
@@ -72,7 +73,7 @@ def shares(line: dict[str, Any]) -> dict[str, float]:
     """
     seconds = dict(line["phases"])
     step = seconds.pop("step")
-    found = {phase: seconds[phase] / step for phase in COLOURS if phase in seconds}
+    found: dict[str, float] = {phase: seconds[phase] / step for phase in COLOURS if phase in seconds}
     return found | {"rest": 1 - sum(found.values())}
 
 
