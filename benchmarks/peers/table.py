@@ -78,6 +78,9 @@ UPDATES = {
     ),
 }
 
+# What of ours does less work where there is less to do, and the peer has nothing like it.
+OURS = {"update-ragged": " --packed yes"}
+
 
 def _beside_tunix() -> list[Row]:
     found = []
@@ -85,7 +88,7 @@ def _beside_tunix() -> list[Row]:
         beside = "tunix's sampler" if kind == "sample" else "tunix's GRPO step"
         for name, (work, options, wanted) in rows.items():
             peer = Program("tunix", "benchmarks.peers.on_tunix", f"--work {kind} {options}")
-            ours = Program("ours", f"benchmarks.{module}", f"--json {options}")
+            ours = Program("ours", f"benchmarks.{module}", f"--json {options}{OURS.get(name, '')}")
             found.append(Row(name, work, beside, wanted, Figure(peer), Figure(ours)))
     return found
 
