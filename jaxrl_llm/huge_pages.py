@@ -1,7 +1,7 @@
 """Host memory in pages of 2 MB, for the commands.
 
 XLA's CPU programs ask for their temporaries anew at each call, gigabytes of them, and Linux hands these out page by
-page: 4 KB at a time this takes a tenth to a fifth of an update's time. glibc asks for huge ones if it is told to before
+page: 4 KB at a time this is a good part of an update's system time. glibc asks for huge ones if it is told to before
 a process begins, so a command starts itself once more. GLIBC_TUNABLES=glibc.malloc.hugetlb=0 keeps it from that.
 """
 

@@ -252,6 +252,7 @@ def _stats_forward(
 def _stats_backward(wanted: tuple[bool, bool, bool], kept: Any, g: TokenStats) -> tuple[Any, ...]:
     """With z = logits / T: ∂ log π_a / ∂z_v = [v = a] − π_v, ∂H / ∂z_v = −π_v (log π_v + H),
     ∂ Σπ² / ∂z_v = 2 π_v (π_v − Σπ²)."""
+    _, entropy_gradient, with_sum_pi_squared = wanted
     logits, labels, temperature, (top, log_sum), stats = kept
     # What these come of would be fused into the pass over the vocabulary, and computed again for each of its entries.
     g = jax.lax.optimization_barrier(g)
@@ -260,10 +261,10 @@ def _stats_backward(wanted: tuple[bool, bool, bool], kept: Any, g: TokenStats) -
     pull = g.log_probs[..., None]
     slots = jnp.arange(logits.shape[-1], dtype=labels.dtype)[(None,) * labels.ndim]
     of_label = jnp.where(slots == labels[..., None], pull, 0)
-    if wanted[1]:
+    if entropy_gradient:
         assert g.entropys is not None and stats.entropys is not None
         pull = pull + g.entropys[..., None] * (jnp.where(pi > 0, log_pi, 0) + stats.entropys[..., None])
-    if wanted[2]:
+    if with_sum_pi_squared:
         assert g.sum_pi_squared is not None and stats.sum_pi_squared is not None
         pull = pull - 2 * g.sum_pi_squared[..., None] * (pi - stats.sum_pi_squared[..., None])
     of_logits = of_label - pi * pull
