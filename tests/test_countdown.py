@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import time
 from fractions import Fraction
 
 import pytest
@@ -12,6 +11,7 @@ from hypothesis import strategies as st
 
 from jaxrl_llm.rewards.arithmetic import BadExpression, evaluate
 from tests.test_verifiers import score, table
+from tests.work import calls_of
 
 
 def tree(draw, depth):
@@ -86,12 +86,14 @@ HOSTILE_ARITHMETIC = [
 ]  # fmt: skip
 
 
-def test_what_is_no_arithmetic_is_refused_at_once():
+def refused(text):
+    with pytest.raises(BadExpression):
+        evaluate(text)
+
+
+def test_what_is_no_arithmetic_is_refused_with_little_work():
     for text in HOSTILE_ARITHMETIC:
-        start = time.process_time()
-        with pytest.raises(BadExpression):
-            evaluate(text)
-        assert time.process_time() - start < 0.05, text
+        assert calls_of(refused, text)[1] < 100_000, text
 
 
 def test_countdown():

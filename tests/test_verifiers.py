@@ -18,6 +18,7 @@ from jaxrl_llm.rewards import BUILT_IN, make_rewards, resolve
 from jaxrl_llm.rewards.answers import final_answer, found
 from jaxrl_llm.rewards.gold import last_boxed
 from jaxrl_llm.rewards.math_guard import refusal
+from tests.work import calls_of
 
 
 def score(name, response, record):
@@ -135,23 +136,17 @@ WRONG = [
 ]  # fmt: skip
 
 
-def slow(function, *args):
-    start = time.process_time()
-    result = function(*args)
-    return result, time.process_time() - start
-
-
 def test_math_says_right():
     pytest.importorskip("math_verify")
     assert not [(a, g) for a, g in RIGHT if score("math", rf"So it is $\boxed{{{a}}}$.", g) != 1]
 
 
-def test_math_says_wrong_and_soon():
+def test_math_says_wrong_with_bounded_work():
     pytest.importorskip("math_verify")
     score("math", r"\boxed{x+x}", "2x")  # imports sympy
-    cases = [(a, g, *slow(score, "math", rf"\boxed{{{a}}}", g)) for a, g in WRONG]
-    assert not [case[:2] for case in cases if case[2] != 0]
-    assert max(case[3] for case in cases) < 1.0, max(cases, key=lambda case: case[3])
+    for answer, gold in WRONG:
+        found, calls = calls_of(score, "math", rf"\boxed{{{answer}}}", gold)
+        assert found == 0 and calls < 5_000_000, (answer, gold, found, calls)
 
 
 @pytest.mark.parametrize(
@@ -333,19 +328,20 @@ HOSTILE = [
 
 
 @pytest.mark.parametrize("name", sorted(set(BUILT_IN) - {"code"}))
-def test_a_hostile_megabyte_costs_little_time_and_raises_nothing(name):
+def test_a_hostile_megabyte_is_read_in_linear_time_and_raises_nothing(name):
+    """What is quadratic in a megabyte, as a regular expression may be, takes minutes: no busy machine makes 30 s of
+    the 0.05 s that these take at most."""
     if name == "math":
         pytest.importorskip("math_verify")
     function = resolve(NAMES.get(name) or name)
     function("", "7x", RECORD)
-    slowest = 0.0
     for part in HOSTILE:
         for text in (part * (1_000_000 // len(part)), f"<answer>{part * 400}</answer>", f"\\boxed{{{part * 60}}}"):
-            returned, seconds = slow(function, "", text, RECORD)
+            start = time.process_time()
+            returned = function("", text, RECORD)
+            assert time.process_time() - start < 30, text[:100]
             value = returned["score"] if isinstance(returned, dict) else returned
             assert 0 <= value <= 1
-            slowest = max(slowest, seconds)
-    assert slowest < (1.0 if name == "math" else 0.25)  # measured: 0.05 s at most, on a quiet machine
 
 
 @pytest.mark.parametrize("name", sorted(set(BUILT_IN) - {"code", "math", "format"}))
