@@ -1,4 +1,5 @@
 import os
+import signal
 from collections.abc import Iterator
 from typing import Any
 
@@ -20,6 +21,8 @@ import pytest
 from hypothesis import settings
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
+# A shell has what it starts in the background ignore SIGINT; tests interrupt themselves and what they start.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 # The same examples every time: a check that fails, fails for everybody. No deadline: the first example compiles.
 settings.register_profile("fixed", derandomize=True, deadline=None)
 settings.load_profile("fixed")

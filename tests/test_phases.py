@@ -259,7 +259,11 @@ def test_infinite_advantages_change_nothing() -> None:
     ("overrides", "parts"),
     [
         (GRPO, {"actor__micro_batch_size": 2, "trainer__score_micro_batch_size": 8}),
-        (PPO, {"actor__micro_batch_size": 4, "critic__micro_batch_size": 2, "model__scan_layers": False}),
+        pytest.param(
+            PPO,
+            {"actor__micro_batch_size": 4, "critic__micro_batch_size": 2, "model__scan_layers": False},
+            marks=pytest.mark.long,
+        ),
     ],
     ids=["grpo", "ppo-and-unrolled"],
 )

@@ -30,7 +30,7 @@ from jaxrl_llm.steps.optimizer import make_optimizer
 from jaxrl_llm.steps.phases import make_program
 from tests import tiny
 from tests.cut_tokens import CUT, LONG_CUT
-from tests.on_devices import FLAGS, JOBS, LONG, MESHES, QUICK, SAMPLED, STEPS
+from tests.on_devices import FLAGS, IS_LONG, JOBS, LONG, MESHES, QUICK, SAMPLED, STEPS
 
 ROOT = Path(__file__).parents[1]
 REPLAYS = [
@@ -47,7 +47,7 @@ REPLAYS = [
 def result(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], Any]]:
     """result(job): what tests/on_devices.py found. The jobs run beside each other, each in a process of its own."""
     folder, found, running = tmp_path_factory.mktemp("devices"), {}, {}
-    for job in JOBS:
+    for job in JOBS if IS_LONG else [job for job in JOBS if QUICK.get(job, True)]:
         own = {"XLA_FLAGS": FLAGS, "JAX_PLATFORMS": "cpu", "JAX_ENABLE_X64": str(job == "sample")}
         command = [sys.executable, "-W", "error", "-m", "tests.on_devices", job, str(folder / job)]
         with (folder / f"{job}.log").open("w") as log:
@@ -85,7 +85,7 @@ def test_a_reward_model_is_cut_and_scores_alike(result: Callable[[str], Any]) ->
     assert placed["embed"] == ((48, 32), (24, 16)) and placed["score"] == ((1, 32), (1, 32))
 
 
-@pytest.mark.parametrize("case", ["grpo", "ppo"])
+@pytest.mark.parametrize("case", [pytest.param("grpo", marks=pytest.mark.long), "ppo"])
 def test_the_run_that_is_replayed_does_something(result: Callable[[str], Any], case: str) -> None:
     """Parameters move by much more than the tolerance, rows differ in length, every part of the loss is there."""
     after = result(case)["single"]["after"]

@@ -51,7 +51,7 @@ PPO = {
 }
 
 
-@pytest.mark.parametrize("overrides", [GRPO, PPO], ids=["grpo", "ppo"])
+@pytest.mark.parametrize("overrides", [GRPO, pytest.param(PPO, marks=pytest.mark.long)], ids=["grpo", "ppo"])
 def test_a_few_steps_raise_the_reward(overrides: dict[str, Any]) -> None:
     p = program(**overrides, rollout__n=8)
     step = compiled(p)
@@ -65,6 +65,7 @@ def test_a_few_steps_raise_the_reward(overrides: dict[str, Any]) -> None:
     assert int(state.step) == 12
 
 
+@pytest.mark.long
 def test_vmapped_over_seeds_equals_single_runs() -> None:
     p = program(**STEADY)
     step = make_step(p, tiny.even_tokens)
