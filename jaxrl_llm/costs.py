@@ -17,6 +17,7 @@ import jax.numpy as jnp
 
 from jaxrl_llm.config import Config, need_base, need_critic, need_reference
 from jaxrl_llm.models.architecture import TransformerConfig
+from jaxrl_llm.models.attention import cuts
 from jaxrl_llm.models.moe import FEW_TOKENS, block_shape
 from jaxrl_llm.models.transformer import make_transformer
 from jaxrl_llm.sharding import RULES
@@ -190,7 +191,8 @@ class Lines:
         at_once = at_once or rows
         group, own = math.gcd(r.n, at_once), max(r.response_length - 1, 1)
         lines = at_once // group
-        pairs = lines * (r.prompt_length**2 + group * own * (r.prompt_length + own))
+        within = {length: sum((end - start) * end for start, end in cuts(length)) for length in (r.prompt_length, own)}
+        pairs = lines * (within[r.prompt_length] + group * (own * r.prompt_length + within[own]))
         return cls(at_once, lines * (r.prompt_length + group * own), pairs, repeats * rows // at_once)
 
 

@@ -19,7 +19,7 @@ import pytest
 from jax.sharding import AbstractMesh, AxisType
 
 from jaxrl_llm.errors import UserError
-from jaxrl_llm.models import fused_attention
+from jaxrl_llm.models import attention, fused_attention
 from jaxrl_llm.models.attention import attend_lines
 from jaxrl_llm.models.fused_attention import attend_rows, choose, cudnn, splash, trial
 from jaxrl_llm.models.transformer import make_transformer, unstack_layers
@@ -83,6 +83,23 @@ def assert_agree(kernel: Any, kind: str, **how: Any) -> None:
 @pytest.mark.parametrize("kind", ["left", "right", "blocks", "packed"])
 def test_lines_in_rows_are_the_same(kind: str, window: int | None) -> None:
     assert_agree(STANDS_IN, kind, window=window)
+
+
+@pytest.mark.parametrize("how", [{}, {"window": 3, "softcap": 2.0}], ids=["plain", "window, cap"])
+@pytest.mark.parametrize("kind", ["left", "right", "blocks", "packed"])
+def test_queries_in_parts_are_the_same(kind: str, how: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = both_ways(attend_lines, kind, **how)
+    monkeypatch.setattr(attention, "QUERIES_AT_ONCE", 2)
+    assert [len(attention.cuts(length)) for length in (P, R, 99)] == [2, 3, 4]
+    for a, b in zip(both_ways(attend_lines, kind, **how), whole, strict=True):
+        assert jnp.abs(b).max() > 0.1
+        np.testing.assert_allclose(a, b, atol=2e-5)
+
+
+@pytest.mark.parametrize("length", [1, 100, 191, 192, 255, 513, 4097])
+def test_parts_of_queries_are_all_of_them(length: int) -> None:
+    parts = attention.cuts(length)
+    assert [i for start, end in parts for i in range(start, end)] == list(range(length)) and len(parts) <= 4
 
 
 def test_a_large_score_that_is_not_seen_leaves_the_gradient_alone() -> None:

@@ -204,6 +204,10 @@ def _at(values: Array, labels: Array) -> Array:
     return jnp.take_along_axis(values, labels[..., None], axis=-1)[..., 0]
 
 
+def _dot(a: Array, b: Array) -> Array:
+    return (a * b).sum(-1, keepdims=True)
+
+
 def _entropy(log_pi: Array) -> Array:
     pi = jnp.exp(log_pi)
     return -(pi * jnp.where(pi > 0, log_pi, 0)).sum(-1)
@@ -238,12 +242,17 @@ def _stats_forward(
     logits = logits.astype(temperature.dtype)
     top = logits.max(-1, keepdims=True)
     shifted = (logits - top) / temperature
-    log_sum = _log_sum_exp(shifted)
-    log_pi = shifted - log_sum
+    weights = jnp.exp(shifted)
+    total = weights.sum(-1, keepdims=True)
+    log_sum = jnp.log(total)
+    # Of weights and their sum, not of π: that would be one more pass over the vocabulary. H is a sum of two, log Σ w
+    # and −Σ w · shifted / Σ w, neither of them negative.
+    entropys = log_sum - _dot(weights, jnp.where(weights > 0, shifted, 0)) / total if with_entropy else None
+    sum_pi_squared = _dot(weights, weights) / (total * total) if with_sum_pi_squared else None
     stats = TokenStats(
-        log_probs=_at(log_pi, labels),
-        entropys=_entropy(log_pi) if with_entropy else None,
-        sum_pi_squared=_sum_pi_squared(log_pi) if with_sum_pi_squared else None,
+        log_probs=_at(shifted, labels) - log_sum[..., 0],
+        entropys=None if entropys is None else entropys[..., 0],
+        sum_pi_squared=None if sum_pi_squared is None else sum_pi_squared[..., 0],
     )
     norm, stats = checkpoint_name(((top, log_sum), stats), PER_TOKEN)
     return stats, (logits, labels, temperature, norm, stats)

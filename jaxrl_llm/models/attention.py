@@ -131,6 +131,30 @@ def attend(
     return attend_slots(q, jnp.moveaxis(k, 1, 3), jnp.swapaxes(v, 1, 2), seen, scale=scale, softcap=softcap)
 
 
+QUERIES_AT_ONCE, MOST_CUTS = 128, 4  # more cuts: fewer keys that nobody sees, and a larger program
+
+
+def cuts(length: int) -> list[tuple[int, int]]:
+    """Queries from and to, of `length` tokens that see none behind them: each part needs the keys up to its own end.
+
+    >>> cuts(150), cuts(512)
+    ([(0, 150)], [(0, 128), (128, 256), (256, 384), (384, 512)])
+    """
+    count = min(max(round(length / QUERIES_AT_ONCE), 1), MOST_CUTS)
+    size = -(-length // count)
+    return [(start, min(start + size, length)) for start in range(0, length, size)]
+
+
+def attend_in_order(q: Array, k: Array, v: Array, positions: Array, segments: Array, **how: Any) -> Partial:
+    """`attend` of tokens [B, T] to each other, where none sees a token of a later slot: most of what lies there is not
+    computed."""
+    parts = []
+    for start, end in cuts(q.shape[1]):
+        own, seen = (tuple(x[:, i:end] for x in (positions, segments)) for i in (start, 0))
+        parts.append(attend(q[:, start:end], k[:, :end], v[:, :end], own[0], seen[0], own[1], seen[1], **how))
+    return parts[0] if len(parts) == 1 else Partial(*(jnp.concatenate(x, 1) for x in zip(*parts, strict=True)))
+
+
 def attend_blocks(
     q: Array,
     k: Array,
@@ -159,12 +183,13 @@ def attend_blocks(
     prompt, rest = tuple(x[:, :width] for x in tokens), tuple(x[:, width:] for x in tokens)
     own = tuple(x.reshape(lines * n, -1, *x.shape[2:]) for x in rest)
 
-    def within(q: Array, k: Array, v: Array, where: Array, real: Array) -> Partial:
-        return attend(q, k, v, where, where, real, real, **how)
-
     of_prompt = attend(rest[0], prompt[1], prompt[2], rest[3], prompt[3], rest[4], prompt[4], **how)
-    of_own = Partial(*(x.reshape(lines, -1, *x.shape[2:]) for x in within(*own)))
-    return jnp.concatenate([finish(x, v.dtype) for x in (within(*prompt), combine(of_prompt, of_own))], 1)
+    of_own = Partial(*(x.reshape(lines, -1, *x.shape[2:]) for x in attend_in_order(*own, **how)))
+    return _joined(attend_in_order(*prompt, **how), combine(of_prompt, of_own), v.dtype)
+
+
+def _joined(prompt: Partial, rest: Partial, dtype: Any) -> Array:
+    return jnp.concatenate([finish(prompt, dtype), finish(rest, dtype)], 1)
 
 
 CHUNKS_PER_REACH = 2  # more: fewer keys that nobody sees, and more copies of each
@@ -198,9 +223,6 @@ def attend_packed(
     tokens = (q, k, v, positions, segments)
     prompt, slots = tuple(x[:, :width] for x in tokens), tuple(x[:, width:] for x in tokens)
 
-    def within(q: Array, k: Array, v: Array, where: Array, segment: Array) -> Partial:
-        return attend(q, k, v, where, where, segment, segment, **how)
-
     real = (slots[4] > 0).astype(jnp.int32)
     of_prompt = attend(slots[0], prompt[1], prompt[2], slots[3], prompt[3], real, prompt[4], **how)
     (lines, count), chunk = slots[4].shape, -(-packed.reach // CHUNKS_PER_REACH)
@@ -214,12 +236,12 @@ def attend_packed(
         return joined.reshape(lines * chunks, -1, *x.shape[2:])
 
     if chunks <= before + 1:
-        of_own = within(*slots)
+        of_own = attend_in_order(*slots, **how)
     else:
         queries, keys = tuple(near(x, 0) for x in slots), tuple(near(x, before) for x in slots)
         found = attend(queries[0], keys[1], keys[2], queries[3], keys[3], queries[4], keys[4], **how)
         of_own = Partial(*(x.reshape(lines, chunks * chunk, *x.shape[2:])[:, :count] for x in found))
-    return jnp.concatenate([finish(x, v.dtype) for x in (within(*prompt), combine(of_prompt, of_own))], 1)
+    return _joined(attend_in_order(*prompt, **how), combine(of_prompt, of_own), v.dtype)
 
 
 def attend_lines(
@@ -241,6 +263,8 @@ def attend_lines(
         return attend_packed(q, k, v, positions, segments, packed=blocks, **how)
     if blocks is not None and blocks[1] > 0:
         return attend_blocks(q, k, v, positions, segments, blocks=blocks, **how)
+    if blocks is not None:
+        return finish(attend_in_order(q, k, v, positions, segments, **how), v.dtype)
     return finish(attend(q, k, v, positions, positions, segments, segments, q_prefix=prefixes, **how), v.dtype)
 
 
