@@ -17,6 +17,7 @@ Array = jax.Array
 LOG_RATIO_LIMIT = 20.0  # exp(±20) is 4.9e8: log-ratios are clipped here before they are exponentiated
 OVERFLOW_LIMIT = 60.0  # exp(60) is 1.1e26: where a formula has no clip of its own, this keeps float32 finite
 K3_LIMIT = 10.0
+NO_WEIGHT = -1e4  # exp of it is 0 in any floating dtype; finite, so that 0 times it is 0
 
 # Of a chunk of tokens the backward pass finds these, and computes the logits alone again.
 PER_TOKEN = "jaxrl_llm_per_token"
@@ -247,7 +248,7 @@ def _stats_forward(
     log_sum = jnp.log(total)
     # Of weights and their sum, not of π: that would be one more pass over the vocabulary. H is a sum of two, log Σ w
     # and −Σ w · shifted / Σ w, neither of them negative.
-    entropys = log_sum - _dot(weights, jnp.where(weights > 0, shifted, 0)) / total if with_entropy else None
+    entropys = log_sum - _dot(weights, jnp.maximum(shifted, NO_WEIGHT)) / total if with_entropy else None
     sum_pi_squared = _dot(weights, weights) / (total * total) if with_sum_pi_squared else None
     stats = TokenStats(
         log_probs=_at(shifted, labels) - log_sum[..., 0],
