@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import importlib
 import json
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,12 +14,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks import rollout, scoring, step, update
+from benchmarks import products, rollout, scoring, step, update
 from benchmarks.measure import clock, lengths, options
 from benchmarks.measure.cases import config_of, costs_of, model_folder
+from benchmarks.measure.presets import PRESETS
 from benchmarks.measure.work import model_flops
 from benchmarks.peers import __main__ as peers
 from benchmarks.peers.table import ROWS, Figure, Program, Row
+from jaxrl_llm.costs import Mesh, forward_flops
 from tests.tiny_folder import compile_once
 
 TINY = [
@@ -142,6 +145,18 @@ def test_a_line(main: Any, more: list[str], quick: None, capsys: pytest.CaptureF
         assert line["tokens"] == rows * (of_prompts + (4 if "head" in more else 2))
     for key in ("seconds", "compile_s", "temp_mb", "argument_mb", "output_mb", "rss_mb", "gflop", "of_peak"):
         assert line[key] >= 0, key
+
+
+def test_the_products_of_an_update_are_all_of_its_kernels(quick: None, capsys: pytest.CaptureFixture[str]) -> None:
+    products.main(["--preset", "tiny", "--tokens", "8", "--head-tokens", "3", "--repeats", "1", "--json"])
+    *lines, together = map(json.loads, capsys.readouterr().out.splitlines())
+    assert [line["product"] for line in lines[::2]] == ["q", "k", "v", "o", "gate", "up", "down", "head"]
+    assert together["of_peak"] > 0
+    one = case()
+    with model_folder(one) as folder:
+        costs = costs_of(config_of(one, folder), folder)
+    layer = sum(math.prod(shape) for _, shape, times in products.kernels(PRESETS["tiny"]) if times > 1)
+    assert 2 * 8 * layer == forward_flops(costs, Mesh(), tokens=8, pairs=0)  # of one layer
 
 
 # Peers
