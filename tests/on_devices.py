@@ -51,6 +51,7 @@ LONG = {"grpo": tuple(MESHES), "ppo": tuple(MESHES)}
 # Without --long: each takes ten seconds, and the single run that it is compared with as much again.
 QUICK: dict[str, tuple[str, ...]] = {"grpo": (), "ppo": ("all",)}
 SAMPLED = ("all",)
+LONG_JOBS = ("grpo", "experts", "sequence_parallel")  # a quarter of a minute each
 IS_LONG = bool(os.environ.get("JAXRL_LLM_LONG_TESTS"))
 PACKED: dict[str, Any] = {"model__use_remove_padding": True, "model__packed_widths": (0.99,)}
 # Adam takes a whole step even where a gradient is nothing but rounding; a larger eps than usual keeps it from that.

@@ -216,6 +216,7 @@ def test_what_was_sampled_of_other_data_is_left_out(tmp_path: Path) -> None:
 # What it is for, and what it is not for
 
 
+@pytest.mark.long
 def test_it_learns() -> None:
     changes = {"reward__functions": ("tests.tiny_folder:starts_with_a_digit",), "optimizer__lr": 3e-3}
     scores = [m["critic/score/mean"] for m, _ in run_of(**BYPASS, **ON, **changes, rollout__n=8, trainer__steps=20)]

@@ -66,7 +66,9 @@ def own_signal(number: signal.Signals) -> Any:
     return lambda *_: os.kill(os.getpid(), number)
 
 
-@pytest.mark.parametrize(("step", "number"), [(1, signal.SIGTERM), (2, signal.SIGUSR1)])
+@pytest.mark.parametrize(
+    ("step", "number"), [(1, signal.SIGTERM), pytest.param(2, signal.SIGUSR1, marks=pytest.mark.long)]
+)
 def test_a_signal_lets_the_step_end_and_saves(
     grpo: Watched, recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any, step: int, number: Any
 ) -> None:

@@ -14,10 +14,15 @@ import pytest
 
 from tests.golden.__main__ import main, run
 from tests.golden.adapters import ADAPTERS
-from tests.golden.cases import Case, Verdict, read_cases
+from tests.golden.cases import Case, Outcome, Verdict, read_cases
 from tests.golden.design import judge
 
 DATA = Path(__file__).parent / "golden" / "data"
+
+
+@cache
+def outcome_of(id: str) -> Outcome:
+    return run(cases()[id])
 
 
 @cache
@@ -30,7 +35,7 @@ def cases() -> dict[str, Case]:
     "fn", sorted({entry["fn"] for entry in json.loads((DATA / "index.json").read_text())["cases"]})
 )
 def test_every_case(fn: str) -> None:
-    outcomes = [run(case) for case in cases().values() if case.fn == fn]
+    outcomes = [outcome_of(case.id) for case in cases().values() if case.fn == fn]
     assert outcomes
     assert [f"{o.case.id}: {o.why}" for o in outcomes if o.verdict is Verdict.FAILED] == []
 
@@ -40,7 +45,7 @@ def first(fn: str, verdict: Verdict, **kwargs: object) -> Case:
     return next(
         case
         for case in cases().values()
-        if case.fn == fn and kwargs.items() <= case.kwargs.items() and run(case).verdict is verdict
+        if case.fn == fn and kwargs.items() <= case.kwargs.items() and outcome_of(case.id).verdict is verdict
     )
 
 

@@ -199,6 +199,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
         return folder, jax.tree.map(np.asarray, made.state())
 
 
+@pytest.mark.long
 def test_a_checkpoint_holds_the_overlay_and_resumes_bit_for_bit(run: tuple[Path, Any], tmp_path: Path) -> None:
     folder, final = run
     names = set(json.loads((folder / "checkpoints" / "4" / "checksums.json").read_text()))

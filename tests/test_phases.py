@@ -133,7 +133,7 @@ FAILED = np.isin(np.arange(B), [1, 6, 7, 8])
 COUNTED = ("perf/response_tokens", "perf/total_num_tokens")  # they tell what was computed, valid or not
 
 
-@pytest.mark.parametrize("overrides", [GRPO, PPO], ids=["grpo", "ppo"])
+@pytest.mark.parametrize("overrides", [GRPO, pytest.param(PPO, marks=pytest.mark.long)], ids=["grpo", "ppo"])
 def test_nothing_in_a_failed_row_matters(overrides: dict[str, Any]) -> None:
     """Its tokens, its length, NaN as its score and as whatever the models say of it."""
     p, clean, rng = program(**overrides), sampled(), np.random.default_rng(1)

@@ -263,7 +263,7 @@ LORA: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("start", ["language model", "reward model"])
+@pytest.mark.parametrize("start", [pytest.param("language model", marks=pytest.mark.long), "reward model"])
 def test_lora_trains_the_overlay_and_the_whole_head(tmp_path: Path, start: str) -> None:
     """On frozen parameters in the dtype of the computation; resumed bit for bit; exported merged and as an adapter."""
     folder = tiny_folder.folder() if start == "language model" else tiny_folder.reward_folder()

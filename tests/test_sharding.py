@@ -30,7 +30,7 @@ from jaxrl_llm.steps.optimizer import make_optimizer
 from jaxrl_llm.steps.phases import make_program
 from tests import tiny
 from tests.cut_tokens import CUT, LONG_CUT
-from tests.on_devices import FLAGS, IS_LONG, JOBS, LONG, MESHES, QUICK, SAMPLED, STEPS
+from tests.on_devices import FLAGS, IS_LONG, JOBS, LONG, LONG_JOBS, MESHES, QUICK, SAMPLED, STEPS
 
 ROOT = Path(__file__).parents[1]
 REPLAYS = [
@@ -47,7 +47,7 @@ REPLAYS = [
 def result(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], Any]]:
     """result(job): what tests/on_devices.py found. The jobs run beside each other, each in a process of its own."""
     folder, found, running = tmp_path_factory.mktemp("devices"), {}, {}
-    for job in JOBS if IS_LONG else [job for job in JOBS if QUICK.get(job, True)]:
+    for job in [job for job in JOBS if IS_LONG or job not in LONG_JOBS]:
         own = {"XLA_FLAGS": FLAGS, "JAX_PLATFORMS": "cpu", "JAX_ENABLE_X64": str(job == "sample")}
         command = [sys.executable, "-W", "error", "-m", "tests.on_devices", job, str(folder / job)]
         with (folder / f"{job}.log").open("w") as log:
@@ -127,6 +127,7 @@ def test_activations_stay_where_their_rows_are(result: Callable[[str], Any], cas
     assert result(case)[mesh]["gathers"] == {}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize("tokens", ["many", "few"])
 def test_experts_give_the_same_on_every_mesh(result: Callable[[str], Any], tokens: str, mesh: str) -> None:
@@ -138,7 +139,8 @@ def test_experts_give_the_same_on_every_mesh(result: Callable[[str], Any], token
 # The residual stream cut along its tokens
 
 
-@pytest.mark.parametrize("how", ["uncut", *CUT, *(pytest.param(name, marks=pytest.mark.long) for name in LONG_CUT)])
+@pytest.mark.long
+@pytest.mark.parametrize("how", ["uncut", *CUT, *LONG_CUT])
 @pytest.mark.parametrize("rows", [0, 1], ids=["full", "padded"])
 def test_a_cut_residual_stream_gives_the_same(result: Callable[[str], Any], how: str, rows: int) -> None:
     """Log-probs, entropies, loss and gradients; of lines of 63 tokens on four devices."""
@@ -149,6 +151,7 @@ def test_a_cut_residual_stream_gives_the_same(result: Callable[[str], Any], how:
     assert all(np.abs(grad).max() > 0.1 for grad in jax.tree.leaves(grads))
 
 
+@pytest.mark.long
 def test_a_cut_residual_stream_takes_less_memory(result: Callable[[str], Any]) -> None:
     found = result("sequence_parallel")
     assert found["scanned, full"]["temp"] < 0.85 * found["uncut"]["temp"]

@@ -169,6 +169,7 @@ def test_a_reference_that_follows_the_actor(dtype: Any) -> None:
     assert jnp.isfinite(sync_reference(lost, actor, 1, every=1, alpha=1.0)["a"]).all()
 
 
+@pytest.mark.long
 def test_a_critic_does_not_change_what_grpo_does_to_the_actor() -> None:
     """But for the last bits: they are two programs, whose sums the compiler may order in two ways."""
     plain = program(**STEADY)
