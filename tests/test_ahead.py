@@ -60,7 +60,8 @@ def test_off_by_default() -> None:
     assert "training/off_policy_steps" not in metrics
 
 
-@pytest.mark.parametrize("changes", [GRPO, pytest.param(REMAX, marks=pytest.mark.long)], ids=["grpo", "remax"])
+@pytest.mark.long
+@pytest.mark.parametrize("changes", [GRPO, REMAX], ids=["grpo", "remax"])
 def test_the_first_step_is_the_one_without(changes: dict[str, Any]) -> None:
     plain, run = (run_of(**changes, **BYPASS, **on, trainer__steps=3) for on in ({}, ON))
     (before, expected), (metrics, batch) = next(plain), next(run)

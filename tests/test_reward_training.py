@@ -199,6 +199,7 @@ def test_the_first_loss_by_hand_then_it_falls_in_parts_as_at_once() -> None:
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5), parts.actor.params, after.actor.params)
 
 
+@pytest.mark.long
 def test_from_a_run_to_a_reward(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Resumed bit for bit, evaluated, exported, trained further, used as the reward of another run; refused as text."""
     overrides = {**TRAINED, "trainer__steps": 3, "trainer__save_interval": 1, "eval__interval": 3}

@@ -85,6 +85,7 @@ def test_vmapped_over_seeds_equals_single_runs() -> None:
         np.testing.assert_allclose(metrics["actor/pg_loss"][seed], single["actor/pg_loss"], atol=1e-6)
 
 
+@pytest.mark.long
 def test_scanned_over_steps_equals_a_loop() -> None:
     p = program()
     step = make_step(p, tiny.even_tokens)
@@ -213,6 +214,7 @@ def test_evidence_is_written_once_and_missing_evidence_is_named() -> None:
         batch.write("ref", values=batch.ref_log_prob)
 
 
+@pytest.mark.long
 def test_remax_compares_to_a_greedy_response_of_its_own() -> None:
     p = program(algorithm__estimator="remax")
     state, prompts = start(p), tiny.prompts()
