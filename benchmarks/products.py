@@ -77,10 +77,7 @@ def measure(
             gflop = count * 2 * rows * given * found / 1e9
             seconds, peaks = beside_peak(_ready(jax.jit(function), arguments), repeats, "float32")
             shares = [gflop * 1e9 / s / peak for s, peak in zip(seconds, peaks, strict=True)]
-            yield (
-                {"product": name, "way": way, "gflop": gflop, "of_peak": statistics.median(shares)},
-                times,
-            )
+            yield {"product": name, "way": way, "gflop": gflop, "of_peak": statistics.median(shares)}, times
 
 
 def _ready(function: Callable[..., Any], arguments: tuple[Any, ...]) -> Callable[[], Any]:

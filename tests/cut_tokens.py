@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 from typing import Any
 
 import jax
@@ -17,8 +16,13 @@ from jaxrl_llm.steps.scoring import score_tokens
 from jaxrl_llm.types import Batch, Model, Params
 from tests import tiny
 
-CUT = {"scanned, full": (True, "full"), "unrolled, none": (False, "none")}
-LONG_CUT = {"scanned, none": (True, "none"), "unrolled, full": (False, "full"), "scanned, dots": (True, "dots")}
+CUT = {
+    "scanned, full": (True, "full"),
+    "scanned, none": (True, "none"),
+    "scanned, dots": (True, "dots"),
+    "unrolled, full": (False, "full"),
+    "unrolled, none": (False, "none"),
+}
 
 
 def sequence_parallel() -> dict[str, Any]:
@@ -27,11 +31,10 @@ def sequence_parallel() -> dict[str, Any]:
     shape, mesh = dataclasses.replace(tiny.SHAPE, num_layers=4, num_kv_heads=4), make_mesh(data=1, fsdp=2, tensor=4)
     params = jax.tree.map(lambda x: 6 * x if x.ndim > 2 else x, init_params(make_transformer(shape), jax.random.key(0)))
     params["embed"] = 2 * params["embed"]
-    cases = CUT | (LONG_CUT if os.environ.get("JAXRL_LLM_LONG_TESTS") else {})
     found: dict[str, Any] = {}
-    for name in ("single", "uncut", *cases):
-        scan, remat = cases.get(name, (True, "full"))
-        where = Layout.single() if name == "single" else Layout(mesh, sequence_parallel=name in cases)
+    for name in ("single", "uncut", *CUT):
+        scan, remat = CUT.get(name, (True, "full"))
+        where = Layout.single() if name == "single" else Layout(mesh, sequence_parallel=name in CUT)
         model = make_transformer(shape, constrain=where.constrain, remat=remat)
 
         def loss(params: Params, batch: Batch, model: Model = model, scan: bool = scan) -> Any:

@@ -104,7 +104,7 @@ def graded(way: str, packed_width: int | None) -> Any:
     return functools.partial(jax.jit(jax.grad(loss, has_aux=True)), params)
 
 
-@pytest.mark.parametrize("way", [pytest.param("unrolled", marks=pytest.mark.long), "scanned and recomputed"])
+@pytest.mark.parametrize("way", [pytest.param(w, marks=pytest.mark.long if w == "unrolled" else ()) for w in WAYS])
 def test_packed_lines_say_what_padded_rows_say(way: str) -> None:
     @settings(max_examples=12)
     @given(st.data())
