@@ -1,8 +1,9 @@
-"""Host memory in pages of 2 MB, for the commands.
+"""Host memory that a command keeps, in pages of 2 MB where Linux gives them.
 
-XLA's CPU programs ask for their temporaries anew at each call, gigabytes of them, and Linux hands these out page by
-page: 4 KB at a time this is a good part of an update's system time. glibc asks for huge ones if it is told to before
-a process begins, so a command starts itself once more. GLIBC_TUNABLES=glibc.malloc.hugetlb=0 keeps it from that.
+XLA's CPU programs ask for their temporaries anew at each call, gigabytes of them. glibc hands those back to Linux each
+time and gets them again page by page, emptied: a fifth of an update's time, and in pages of 4 KB more. It keeps them if
+it is told to before a process begins, so a command starts itself once more. GLIBC_TUNABLES with any setting of
+glibc.malloc, `glibc.malloc.hugetlb=0` say, keeps it from that.
 """
 
 from __future__ import annotations
@@ -14,37 +15,44 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-TUNABLE = "glibc.malloc.hugetlb"
 VARIABLE = "GLIBC_TUNABLES"
-KNOWN_SINCE = (2, 35)  # glibc's version
-SETTING = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+PREFIX = "glibc.malloc."
+# No memory by mmap, which goes back when it is freed, and none back from the end of the heap either. One heap: in those
+# that threads get, what is large can only come by mmap.
+KEPT = {"mmap_max": "0", "trim_threshold": str(2**40), "arena_max": "1"}
+KEPT_SINCE = (2, 26)  # glibc's version
+HUGE = {"hugetlb": "1"}
+HUGE_SINCE = (2, 35)
+PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
 
 def in_huge_pages() -> None:
-    """Starts the running command again in the same process, with huge pages, where the system gives them to those who
-    ask (Linux, whose setting is "madvise"), they were not asked for yet, and no debugger looks on. Nothing else of the
-    command must have happened before."""
-    if sys.executable and sys.gettrace() is None and (changed := _environment(os.environ, _setting(), _glibc())):
+    """Starts the running command again in the same process, with memory that it keeps, where the C library is glibc,
+    its memory was not spoken of yet, and no debugger looks on; with huge pages where Linux gives them to those who ask
+    ("madvise"). Nothing else of the command must have happened before."""
+    if sys.executable and sys.gettrace() is None and (changed := _environment(os.environ, _pages(), _glibc())):
         with contextlib.suppress(OSError):  # the command goes on as it is
             os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], changed)
 
 
-def _environment(environ: Mapping[str, str], setting: str, glibc: tuple[int, ...]) -> dict[str, str] | None:
+def _environment(environ: Mapping[str, str], pages: str, glibc: tuple[int, ...]) -> dict[str, str] | None:
     """The environment to start again with; None: not to.
 
-    >>> _environment({}, "always [madvise] never", (2, 36))
-    {'GLIBC_TUNABLES': 'glibc.malloc.hugetlb=1'}
+    >>> _environment({}, "always [madvise] never", (2, 36))["GLIBC_TUNABLES"].split(":")[-2:]
+    ['glibc.malloc.arena_max=1', 'glibc.malloc.hugetlb=1']
     """
     given = environ.get(VARIABLE, "")
-    if "[madvise]" not in setting or glibc < KNOWN_SINCE or TUNABLE in given:
+    if glibc < KEPT_SINCE or PREFIX in given:
         return None
-    return {**environ, VARIABLE: f"{given}:{TUNABLE}=1".lstrip(":")}
+    wanted = KEPT | (HUGE if "[madvise]" in pages and glibc >= HUGE_SINCE else {})
+    settings = [given, *(f"{PREFIX}{name}={value}" for name, value in wanted.items())]
+    return {**environ, VARIABLE: ":".join(settings).lstrip(":")}
 
 
-def _setting() -> str:
+def _pages() -> str:
     """Of the system: `always`, `madvise` or `never` stands in brackets; "" where there is none."""
     try:
-        return SETTING.read_text()
+        return PAGES.read_text()
     except OSError:
         return ""
 

@@ -1,4 +1,4 @@
-"""Commands that start themselves once more, in huge pages."""
+"""Commands that start themselves once more, in memory that they keep."""
 
 import os
 import subprocess
@@ -9,11 +9,12 @@ import pytest
 
 from jaxrl_llm import huge_pages
 
-ASKED = "glibc.malloc.hugetlb=1"
+KEPT = "glibc.malloc.mmap_max=0:glibc.malloc.trim_threshold=1099511627776:glibc.malloc.arena_max=1"
+HUGE = f"{KEPT}:glibc.malloc.hugetlb=1"
 COMMAND = """
 import os, sys
 from jaxrl_llm import huge_pages
-huge_pages._setting = lambda: "always [madvise] never"
+huge_pages._pages = lambda: "always [madvise] never"
 huge_pages._glibc = lambda: (2, 36)
 print("began", flush=True)
 huge_pages.in_huge_pages()
@@ -22,23 +23,24 @@ print(os.getpid(), os.environ.get("GLIBC_TUNABLES"), sys.argv[1:], sys.warnoptio
 
 
 @pytest.mark.parametrize(
-    ("given", "setting", "glibc", "expected"),
+    ("given", "pages", "glibc", "expected"),
     [
-        ({}, "always [madvise] never\n", (2, 35), ASKED),
-        ({"GLIBC_TUNABLES": "glibc.malloc.check=0"}, "[madvise]", (2, 36), f"glibc.malloc.check=0:{ASKED}"),
-        ({"GLIBC_TUNABLES": "glibc.malloc.hugetlb=0"}, "[madvise]", (2, 36), None),  # who does not want them
-        ({"GLIBC_TUNABLES": ASKED}, "[madvise]", (2, 36), None),  # the command that was started again
-        ({}, "[always] madvise never", (2, 36), None),  # has them already
-        ({}, "always madvise [never]", (2, 36), None),
-        ({}, "", (2, 36), None),
-        ({}, "[madvise]", (2, 34), None),
+        ({}, "always [madvise] never\n", (2, 35), HUGE),
+        ({"GLIBC_TUNABLES": "glibc.rtld.nns=4"}, "[madvise]", (2, 36), f"glibc.rtld.nns=4:{HUGE}"),
+        ({"GLIBC_TUNABLES": "glibc.malloc.hugetlb=0"}, "[madvise]", (2, 36), None),  # who wants to say it all
+        ({"GLIBC_TUNABLES": HUGE}, "[madvise]", (2, 36), None),  # the command that was started again
+        ({}, "[always] madvise never", (2, 36), KEPT),  # has huge pages already
+        ({}, "always madvise [never]", (2, 36), KEPT),
+        ({}, "", (2, 36), KEPT),
+        ({}, "[madvise]", (2, 34), KEPT),
+        ({}, "[madvise]", (2, 25), None),
         ({}, "[madvise]", (), None),
     ],
 )
-def test_they_are_asked_for_where_that_helps(
-    given: dict[str, str], setting: str, glibc: tuple[int, ...], expected: str | None
+def test_a_command_asks_for_what_the_system_gives(
+    given: dict[str, str], pages: str, glibc: tuple[int, ...], expected: str | None
 ) -> None:
-    found = huge_pages._environment({"HOME": "/", **given}, setting, glibc)
+    found = huge_pages._environment({"HOME": "/", **given}, pages, glibc)
     assert found == (expected and {"HOME": "/", "GLIBC_TUNABLES": expected})
 
 
@@ -52,5 +54,5 @@ def test_a_command_begins_again_as_it_was(tmp_path: Path, given: str, times: int
         lines = process.communicate(timeout=60)[0].splitlines()
     assert process.returncode == 0
     assert lines[:-1] == ["began"] * times
-    setting = ASKED if times == 2 else given
+    setting = HUGE if times == 2 else given
     assert lines[-1] == f"{process.pid} {setting} ['--config.key=a b', '--last'] ['ignore']"

@@ -13,6 +13,7 @@ its generate(), `trl` TRL's own GRPOTrainer. Prompts are digits, one token each,
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 import os
 import tempfile
@@ -46,6 +47,7 @@ def main() -> None:
     for name, default in (("prompts", 8), ("n", 8), ("prompt-length", 40), ("response-length", 32)):
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--micro-batch", type=int, default=16, help="rows at a time")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of products; parameters are float32 (float32)")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--repeats", type=int, default=5)
@@ -75,7 +77,9 @@ def on_transformers(case: argparse.Namespace, model: Any, tokenizer: Any) -> Par
     sampling = {"do_sample": True, "temperature": 1.0, "top_p": 1.0, "top_k": 0, **limits}
     found: list[torch.Tensor] = []
     model.eval()
-    generation = repeated(lambda: found.append(model.generate(**given, **sampling)), case.repeats)
+    # Without a gradient products are fastest of parameters that are of their type already.
+    view = model if case.dtype == "float32" else copy.deepcopy(model).to(torch.bfloat16)
+    generation = repeated(lambda: found.append(view.generate(**given, **sampling)), case.repeats)
     yield "generation", generation
     ids = found[-1]
     assert ids.shape == (case.prompts * case.n, case.prompt_length + case.response_length), ids.shape
@@ -84,7 +88,7 @@ def on_transformers(case: argparse.Namespace, model: Any, tokenizer: Any) -> Par
     @torch.no_grad()
     def score() -> None:
         for part in parts:
-            log_probs(model, part, case.response_length)
+            log_probs(view, part, case.response_length)
 
     yield "scoring", repeated(score, case.repeats)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=0.0, fused=True)
@@ -93,7 +97,8 @@ def on_transformers(case: argparse.Namespace, model: Any, tokenizer: Any) -> Par
 
     def update() -> None:
         for part, advantage in zip(parts, advantages, strict=True):
-            new = log_probs(model, part, case.response_length)
+            with torch.autocast("cpu", torch.bfloat16, enabled=case.dtype == "bfloat16"):
+                new = log_probs(model, part, case.response_length)
             ratio = (new - new.detach()).exp()
             clipped = ratio.clamp(1 - EPSILON, 1 + EPSILON)
             gain = torch.minimum(ratio * advantage[:, None], clipped * advantage[:, None])
@@ -109,7 +114,7 @@ def on_transformers(case: argparse.Namespace, model: Any, tokenizer: Any) -> Par
 
 def log_probs(model: Any, ids: Any, count: int) -> Any:
     """Of the last `count` tokens of each row; logits exist for those alone."""
-    logits = model(input_ids=ids, logits_to_keep=count + 1, use_cache=False).logits[:, :-1]
+    logits = model(input_ids=ids, logits_to_keep=count + 1, use_cache=False).logits[:, :-1].float()
     loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, -count:].flatten(), reduction="none")
     return -loss.view(len(ids), count)
 
@@ -153,7 +158,7 @@ def on_trl(case: argparse.Namespace, model: Any, tokenizer: Any) -> Parts:
         learning_rate=LR,
         lr_scheduler_type="constant",
         max_grad_norm=CLIP_NORM,
-        bf16=False,  # which it would be, and so would checkpointing
+        bf16=case.dtype == "bfloat16",  # which it would be always, and so would checkpointing
         gradient_checkpointing=False,
         save_strategy="no",
         report_to="none",
