@@ -18,8 +18,9 @@ from pathlib import Path
 VARIABLE = "GLIBC_TUNABLES"
 PREFIX = "glibc.malloc."
 # No memory by mmap, which goes back when it is freed, and none back from the end of the heap either. One heap: in those
-# that threads get, what is large can only come by mmap.
-KEPT = {"mmap_max": "0", "trim_threshold": str(2**40), "arena_max": "1"}
+# that threads get, what is large can only come by mmap. What is small threads keep at hand, 200 of a size rather than 7:
+# compilers, which ask for much of it on several threads, would wait for each other.
+KEPT = {"mmap_max": "0", "trim_threshold": str(2**40), "arena_max": "1", "tcache_count": "200"}
 KEPT_SINCE = (2, 26)  # glibc's version
 HUGE = {"hugetlb": "1"}
 HUGE_SINCE = (2, 35)
@@ -39,7 +40,7 @@ def _environment(environ: Mapping[str, str], pages: str, glibc: tuple[int, ...])
     """The environment to start again with; None: not to.
 
     >>> _environment({}, "always [madvise] never", (2, 36))["GLIBC_TUNABLES"].split(":")[-2:]
-    ['glibc.malloc.arena_max=1', 'glibc.malloc.hugetlb=1']
+    ['glibc.malloc.tcache_count=200', 'glibc.malloc.hugetlb=1']
     """
     given = environ.get(VARIABLE, "")
     if glibc < KEPT_SINCE or PREFIX in given:

@@ -9,7 +9,7 @@ import pytest
 
 from jaxrl_llm import huge_pages
 
-KEPT = "glibc.malloc.mmap_max=0:glibc.malloc.trim_threshold=1099511627776:glibc.malloc.arena_max=1"
+KEPT = ":".join(f"glibc.malloc.{name}={value}" for name, value in huge_pages.KEPT.items())
 HUGE = f"{KEPT}:glibc.malloc.hugetlb=1"
 COMMAND = """
 import os, sys
