@@ -50,6 +50,28 @@ def test_products_of_bfloat16_are_summed_and_returned_in_float32(by_rows: bool) 
         np.testing.assert_allclose(np.float32(a), np.float32(b), rtol=0.03, atol=0.05)
 
 
+@pytest.mark.parametrize("rows", [(3,), (2, 5), (2, 40)])
+@pytest.mark.parametrize(("width", "out"), [(4, 7), (7, 4), (1, 3), (3, 1)])
+@pytest.mark.parametrize("by_rows", [False, True])
+@pytest.mark.parametrize("backend", ["cpu", "gpu"])  # the way of the one and that of all others
+def test_products_of_bfloat16_are_rounded_once(
+    rows: tuple[int, ...], width: int, out: int, by_rows: bool, backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(jax, "default_backend", lambda: backend)
+    x = jax.random.normal(jax.random.key(0), (*rows, width), jnp.bfloat16)
+    kernel = jax.random.normal(jax.random.key(1), (out, width) if by_rows else (width, out), jnp.bfloat16)
+    product, plain = matmul_rows if by_rows else matmul, (lambda x, t: x @ t.T) if by_rows else jnp.matmul
+    found, back = jax.vjp(product, x, kernel)
+    exact, exact_back = jax.vjp(plain, x.astype(jnp.float32), kernel.astype(jnp.float32))
+    g = jax.random.normal(jax.random.key(2), (*rows, out), jnp.bfloat16)
+    assert found.dtype == (jnp.float32 if by_rows else jnp.bfloat16)
+    gradients = zip(back(g.astype(found.dtype)), exact_back(g.astype(jnp.float32)), strict=True)
+    half = float(jnp.finfo(jnp.bfloat16).eps) / 2
+    for a, b in [(found, exact), *gradients]:
+        # Half of a bfloat16's last digit, and what float32 sums differ by.
+        np.testing.assert_allclose(np.float32(a), b, rtol=half, atol=1e-5)
+
+
 @pytest.mark.parametrize("by_rows", [False, True])
 def test_a_product_that_is_worth_keeping_is_not_computed_again(by_rows: bool) -> None:
     """As model.remat = "dots" has it: one product forwards, two backwards."""
