@@ -18,8 +18,8 @@ from pathlib import Path
 VARIABLE = "GLIBC_TUNABLES"
 PREFIX = "glibc.malloc."
 # No memory by mmap, which goes back when it is freed, and none back from the end of the heap either. One heap: in those
-# that threads get, what is large can only come by mmap. What is small threads keep at hand, 200 of a size rather than 7:
-# compilers, which ask for much of it on several threads, would wait for each other.
+# that threads get, what is large can only come by mmap. Of small pieces each thread has 200 of a size at hand, not 7:
+# compilers, which ask for many on several threads, would wait for each other.
 KEPT = {"mmap_max": "0", "trim_threshold": str(2**40), "arena_max": "1", "tcache_count": "200"}
 KEPT_SINCE = (2, 26)  # glibc's version
 HUGE = {"hugetlb": "1"}

@@ -9,6 +9,7 @@ import os
 import platform
 import re
 import time
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -43,7 +44,7 @@ def peak_flops(setting: float, dtype: str) -> float | None:
 @functools.cache
 def _remembered(dtype: str) -> float:
     """What was measured on such a device before, if the compilation cache has a folder; else it is measured now."""
-    folder, key, known = jax.config.values["jax_compilation_cache_dir"], f"{_device()} {dtype}", {}
+    folder, key, known = jax.config.values["jax_compilation_cache_dir"], f"{_device()} {dtype} wide", {}
     path = Path(folder) / FILE if folder and jax.config.values["jax_enable_compilation_cache"] else None
     if path:
         with contextlib.suppress(OSError, ValueError, TypeError):
@@ -58,9 +59,10 @@ def _remembered(dtype: str) -> float:
 
 
 def measured_flops(dtype: str, seconds: float = SECONDS) -> float:
-    """FLOP/s of one device in the fastest of a few products of square matrices of growing size. Devices that share the
-    cores of a CPU share what these can do."""
-    multiply, best, start = jax.jit(jnp.matmul), 0.0, time.perf_counter()
+    """FLOP/s of one device in the fastest of a few products of square matrices of growing size, summed and returned in
+    at least float32 as models/products.py has them. Devices that share the cores of a CPU share what these can do."""
+    wide = jnp.promote_types(dtype, jnp.float32)
+    multiply, best, start = jax.jit(partial(jnp.matmul, preferred_element_type=wide)), 0.0, time.perf_counter()
     for size in SIZES:
         x = jnp.ones((size, size), dtype)
         jax.block_until_ready(multiply(x, x))  # compiles

@@ -47,7 +47,7 @@ def main() -> None:
     for name, default in (("prompts", 8), ("n", 8), ("prompt-length", 40), ("response-length", 32)):
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--micro-batch", type=int, default=16, help="rows at a time")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of products; parameters are float32 (float32)")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of products (float32)")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--repeats", type=int, default=5)
